@@ -12,22 +12,31 @@ import asyncio
 import email.utils
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from polymoe.common.install_command import packages_of
 from polymoe.common.json_input import parse_json
-from polymoe.common.server_replies import MAX_BYTES, error_message, one_line
 from polymoe.errors import ArgumentError, ServerError, nearest
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Completion", "Model", "Reply", "Server", "ServerConnection", "read_completion"]
+__all__ = [
+    "MAX_BYTES", "Completion", "Model", "Reply", "Server", "ServerConnection", "all_results", "error_message",
+    "one_line", "read_completion", "token_count",
+]  # fmt: skip
+
+_T = TypeVar("_T")
+
+MAX_BYTES = 32 * 2**20
+"""Largest reply that is read. A million tokens with their probabilities are smaller."""
+MAX_TOKENS = 10**9
+"""No count of tokens in one reply is larger."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 8.0
 """Wait before the first repetition of a request; each further wait is twice as long, up to the longest."""
@@ -302,6 +311,17 @@ class ServerConnection:
         return Model(chosen, owner, most if type(most) is int and most > 0 else None)
 
 
+async def all_results(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run all at once and return their results, in order; where one of them raises, the others end."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _limited(stream: Any, most: int) -> httpx.AsyncByteStream:
     import httpx
 
@@ -392,3 +412,36 @@ def _field(value: Any, name: str, kind: type) -> Any:
     if found is None or isinstance(found, kind):
         return found
     raise ValueError(f"{name} is {one_line(repr(found))}")
+
+
+def token_count(usage: Mapping[str, Any], name: str) -> int | None:
+    """Return a count of ``usage``; None if the server does not count.
+
+    Raises:
+        ValueError: for anything but a whole number from 0 to :data:`MAX_TOKENS`.
+    """
+    value = usage.get(name)
+    if value is not None and not (type(value) is int and 0 <= value <= MAX_TOKENS):  # a bool is not a count
+        raise ValueError(f"usage.{name} is {one_line(repr(value))}")
+    return value
+
+
+def error_message(body: str) -> str:
+    """Return the message in the body of an error, in any of the usual forms, else the body itself."""
+    try:
+        found = parse_json(body)
+    except ValueError:
+        found = None
+    return one_line(_message(found) if isinstance(found, dict) else body, 500)
+
+
+def one_line(text: str, length: int = 80) -> str:
+    """Return the beginning of a server's text for a message: without line breaks and control sequences."""
+    return "".join(c if c.isprintable() else " " for c in text[:length]).strip()
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error") or body.get("detail") or body.get("message")
+    if isinstance(error, dict):
+        return _message(error) if "error" in error else str(error.get("message", error))
+    return str(error)

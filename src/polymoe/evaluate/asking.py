@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -12,8 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polymoe.common.json_input import parse_json
-from polymoe.common.openai_client import Completion, Reply, Server, ServerConnection, read_completion
-from polymoe.common.server_replies import one_line, token_count
+from polymoe.common.openai_client import (
+    Completion,
+    Reply,
+    Server,
+    ServerConnection,
+    all_results,
+    one_line,
+    read_completion,
+    token_count,
+)
 from polymoe.errors import ServerError
 from polymoe.evaluate.questions import Question, Task
 from polymoe.evaluate.records import AnswerRecord, Settings
@@ -75,13 +82,7 @@ async def ask_all(
                     _failed(progress, question, server.refused(reply))
             progress.workers -= 1
 
-        tasks = [asyncio.create_task(work()) for _ in range(progress.workers)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for running in tasks:
-                running.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await all_results([work() for _ in range(progress.workers)])
     return progress.failures
 
 

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from polymoe.common.server_replies import percentile
+import numpy as np
+
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import AnswerRecord
 
@@ -97,7 +98,7 @@ def score(records: Sequence[AnswerRecord]) -> Score:
         by_repeat[record.repeat].append(record.correct)
     whole = [statistics.fmean(right) for right in by_repeat.values() if len(right) == len(shares)]
     deviation = statistics.stdev(whole) if len(whole) > 1 else None
-    latencies = [record.latency_us for record in records]
+    p50, p90, p99 = np.percentile([record.latency_us for record in records], (50, 90, 99))
     tokens = [record.completion_tokens for record in records]
     output = None if None in tokens else sum(n for n in tokens if n is not None)
     seconds = _busy_us(records) / 1e6
@@ -116,9 +117,9 @@ def score(records: Sequence[AnswerRecord]) -> Score:
         standard_error=error,
         repeat_std=deviation,
         repeat_standard_error=None if deviation is None else deviation / math.sqrt(len(whole)),
-        latency_p50_us=round(percentile(latencies, 50)),
-        latency_p90_us=round(percentile(latencies, 90)),
-        latency_p99_us=round(percentile(latencies, 99)),
+        latency_p50_us=round(p50),
+        latency_p90_us=round(p90),
+        latency_p99_us=round(p99),
         output_tokens=output,
         output_tokens_per_s=output / seconds if output is not None and seconds > 0 else None,
     )

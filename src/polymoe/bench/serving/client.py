@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from polymoe.common.openai_client import Completion, Model, Reply, Server, ServerConnection, read_completion
-from polymoe.common.server_replies import MAX_BYTES, one_line, token_count
+from polymoe.common.openai_client import (
+    MAX_BYTES,
+    Completion,
+    Model,
+    Reply,
+    Server,
+    ServerConnection,
+    one_line,
+    read_completion,
+    token_count,
+)
 from polymoe.errors import ServerError
 
 if TYPE_CHECKING:

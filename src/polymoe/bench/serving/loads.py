@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from polymoe.bench.serving.client import Request, TimedAnswer
+from polymoe.common.openai_client import all_results
 
 __all__ = ["Ask", "at_rate", "one_batch", "with_concurrency"]
-
-_T = TypeVar("_T")
 
 Ask = Callable[[Request], Coroutine[Any, Any, TimedAnswer]]
 """Sends a request and reads its answer."""
@@ -21,7 +20,7 @@ Ask = Callable[[Request], Coroutine[Any, Any, TimedAnswer]]
 
 async def one_batch(ask: Ask, requests: Sequence[Request]) -> list[TimedAnswer]:
     """Send all requests at once."""
-    return await _all([ask(request) for request in requests])
+    return await all_results(map(ask, requests))
 
 
 async def with_concurrency(ask: Ask, requests: Sequence[Request], concurrency: int) -> list[TimedAnswer]:
@@ -33,41 +32,18 @@ async def with_concurrency(ask: Ask, requests: Sequence[Request], concurrency: i
         for i, request in waiting:
             answers[i] = await ask(request)
 
-    await _all([client() for _ in range(concurrency)])
+    await all_results(client() for _ in range(concurrency))
     return [answers[i] for i in range(len(requests))]
 
 
 async def at_rate(ask: Ask, requests: Sequence[Request], rate: float, seed: int) -> list[TimedAnswer]:
     """Send ``rate`` requests per second on average, independent of answers (an open loop): a Poisson process, whose
     gaps are exponentially distributed with mean ``1 / rate`` seconds. The first request is sent at once."""
-    gaps = random.Random(seed)
-    due = time.perf_counter()
-    async with _group() as start:
-        tasks = []
-        for request in requests:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            tasks.append(start(ask(request)))
-            due += gaps.expovariate(rate)
-        return await asyncio.gather(*tasks)
+    gaps, start = random.Random(seed), time.perf_counter()
+    due_s = itertools.accumulate((gaps.expovariate(rate) for _ in requests[1:]), initial=0.0)
 
+    async def at(due_s: float, request: Request) -> TimedAnswer:
+        await asyncio.sleep(max(0.0, start + due_s - time.perf_counter()))
+        return await ask(request)
 
-async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    async with _group() as start:
-        return await asyncio.gather(*map(start, work))
-
-
-@asynccontextmanager
-async def _group() -> AsyncIterator[Callable[[Coroutine[Any, Any, _T]], asyncio.Task[_T]]]:
-    """Start tasks; where one of them raises, the others end."""
-    tasks: list[asyncio.Task[_T]] = []
-
-    def start(work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        tasks.append(asyncio.create_task(work))
-        return tasks[-1]
-
-    try:
-        yield start
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await all_results(map(at, due_s, requests))

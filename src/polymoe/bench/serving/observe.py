@@ -15,7 +15,7 @@ from typing import Any
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.measures import Counted
 from polymoe.common.json_input import parse_json
-from polymoe.common.server_replies import one_line
+from polymoe.common.openai_client import one_line
 from polymoe.errors import ServerError
 
 __all__ = ["Metrics", "acceptance_length", "cache_hit_rate", "metrics", "profiled"]

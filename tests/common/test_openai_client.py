@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from polymoe.common.server_replies import error_message, percentile, token_count
+from polymoe.common.openai_client import error_message, token_count
 
 
 @pytest.mark.parametrize(
@@ -40,10 +39,3 @@ def test_counts(count: int | None) -> None:
 def test_counts_that_cannot_be_true(count: Any) -> None:
     with pytest.raises(ValueError, match=r"usage\.tokens is "):
         token_count({"tokens": count}, "tokens")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 100])
-def test_percentiles_are_those_of_numpy(count: int) -> None:
-    values = np.random.default_rng(count).exponential(size=count).tolist()
-    for percent in (0, 25, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
