@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from polymoe.cli.options import (
     Checkpoint,
     Computing,
-    ExpertsFormat,
+    QuantizedExperts,
     RecordOutput,
     listed,
     option,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _MEASURED = ("packed", "dequantized", "transformers-packed")
-_FORMATS: tuple[str, ...] = get_args(ExpertsFormat)
 
 
 def _contenders(text: str, option: str) -> tuple[str, ...]:
@@ -41,15 +40,6 @@ def _contenders(text: str, option: str) -> tuple[str, ...]:
         hint = nearest(unknown[0], _MEASURED)
         raise ArgumentError(option, expected=", ".join(_MEASURED), got=repr(unknown[0]), hint=hint)
     return tuple(sorted(wanted, key=lambda name: name != "packed"))
-
-
-def _format(text: str, option: str) -> str:
-    """A format of experts. What is measured had this option before."""
-    if text not in _FORMATS:
-        earlier = any(name in _MEASURED for name in text.split(","))
-        hint = f"--measure {text} chooses what is measured" if earlier else nearest(text, _FORMATS)
-        raise ArgumentError(option, expected=", ".join(_FORMATS), got=repr(text), hint=hint)
-    return text
 
 
 @dataclass(frozen=True)
@@ -73,13 +63,9 @@ class _Steps:
 
 
 @dataclass(frozen=True)
-class _Computing(Computing):
+class _Computing(QuantizedExperts, Computing):
     """Device and backend."""
 
-    experts: str | None = option(
-        None, f"Quantize experts in 16 bits while loading: {', '.join(_FORMATS)}. Default: they stay as stored.",
-        "--experts", parse=_format,
-    )  # fmt: skip
     expert_memory: str | None = option(
         None, "GPU memory for polymoe's experts: auto, 16GiB, or 32slots in each layer. Default: all lie on the GPU."
     )
@@ -156,13 +142,11 @@ def _loads(checkpoint: str, computing: _Computing, where: torch.device) -> dict[
     from polymoe.engines.transformers.dequantized import load_dequantized
     from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
 
-    also: dict[str, Any] = {"device": where}
+    also: dict[str, Any] = {"device": where, "experts": computing.experts}
     if computing.attention is not None:
         also["attn_implementation"] = computing.attention
-    also["experts"] = computing.experts
-    memory = computing.expert_memory
+    memory, kinds = computing.expert_memory, computing.implementations
     planned = {"backend": computing.backend, "role": computing.role, "expert_memory": memory}
-    kinds = tuple(computing.implementations)
     return {
         "packed": Contender("packed", (), lambda: load(checkpoint, **planned, **also)[0], expert_memory=memory),
         "dequantized": Contender("dequantized", kinds, lambda: load_dequantized(checkpoint, **also)),

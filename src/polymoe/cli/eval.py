@@ -15,7 +15,7 @@ from polymoe.cli.options import Output, ServerAccess, file_to_write, json_object
 from polymoe.cli.output import cells, console, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.openai_client import Server
-from polymoe.errors import PolymoeError
+from polymoe.errors import PolymoeError, ServerError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,7 +117,9 @@ def command(
         said = f"replies that are not responses of the API, counted as wrong: {len(run.malformed)}, the first: "
         say(f"note: {said}{run.malformed[0]}")
     if run.failures:
-        raise _incomplete(run)
+        got = f"{len(run.failures)} without an answer, the first: {run.failures[0]}"
+        hint = "the same command asks them again"
+        raise ServerError("eval", expected="an answer to every question", got=got, hint=hint)
 
 
 def compare(
@@ -226,14 +228,3 @@ def _rows(rows: list[tuple[str, str]]) -> Table:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _incomplete(run: Run) -> PolymoeError:
-    from polymoe.errors import ServerError
-
-    return ServerError(
-        "eval",
-        expected="an answer to every question",
-        got=f"{len(run.failures)} without an answer, the first: {run.failures[0]}",
-        hint="the same command asks them again",
-    )

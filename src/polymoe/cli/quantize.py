@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polymoe.cli.options import Checkpoint, OnDevice, Output, option, require_checkpoint
+from polymoe.cli.options import Checkpoint, ExpertsFormat, OnDevice, Output, option, require_checkpoint
 from polymoe.cli.output import cells, measured_on, print_json, print_table, say
 from polymoe.errors import PolymoeError
 
@@ -23,9 +23,7 @@ __all__ = ["command"]
 class _Written:
     """What is written."""
 
-    format: Literal["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "mxfp8"] = option(
-        ..., "Format of the experts.", "--format", show_default=False
-    )
+    format: ExpertsFormat = option(..., "Format of the experts.", "--format", show_default=False)
     out: Path = option(..., "The directory to create.", "--out", show_default=False)
     dialect: Literal["compressed-tensors", "modelopt", "gpt-oss", "deepseek"] | None = option(
         None, "How tensors are named and described. Default: as most engines read this format."

@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 _T = TypeVar("_T")
+_Own = TypeVar("_Own", bound="ServerConnection")
 
 MAX_BYTES = 32 * 2**20
 """Largest reply that is read. A million tokens with their probabilities are smaller."""
@@ -104,7 +105,7 @@ class Server:
 
         async def ask() -> Model:
             async with ServerConnection(self) as connection:
-                return await connection.model(name)
+                return await connection.find_model(name)
 
         return asyncio.run(ask())
 
@@ -191,7 +192,7 @@ class ServerConnection:
             transport=AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=_IDLE_S)),
         )
 
-    async def __aenter__(self) -> ServerConnection:
+    async def __aenter__(self: _Own) -> _Own:
         return self
 
     async def __aexit__(
@@ -282,7 +283,7 @@ class ServerConnection:
             fault = f"not complete after {limit_s:g} s"
         return Reply(status, headers, read, fault, round((time.monotonic() - start) * 1e6), retries)
 
-    async def model(self, name: str | None) -> Model:
+    async def find_model(self, name: str | None) -> Model:
         """As :meth:`Server.model`."""
         reply = await self.request("GET", "/models")
         where = self.server.base_url

@@ -22,7 +22,7 @@ def ask(standin: Standin, prompt: str = "one two three", tokens: int = 12, **kwa
     async def one() -> TimedAnswer:
         async with client_of(standin.url, **kwargs) as client:
             await client.settle()
-            return await client.ask(client.request(prompt, tokens))
+            return await client.ask(client.prepare(prompt, tokens))
 
     return asyncio.run(one())
 
@@ -107,7 +107,7 @@ def test_a_server_that_falls_silent() -> None:
 
 async def _impatient(standin: Standin) -> TimedAnswer:
     async with client_of(standin.url, model="words", timeout_s=0.2) as client:
-        return await client.ask(client.request("one", 12))
+        return await client.ask(client.prepare("one", 12))
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -53,7 +53,7 @@ def asked(script: Iterable[bytes], tokens: int = 4, **options: Any) -> TimedAnsw
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             async with client_of(url, model="words", **options) as client:
-                return await asyncio.wait_for(client.ask(client.request("one two", tokens)), 20)
+                return await asyncio.wait_for(client.ask(client.prepare("one two", tokens)), 20)
         finally:
             server.close()
 

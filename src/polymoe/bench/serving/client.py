@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polymoe.common.openai_client import (
@@ -145,7 +144,7 @@ class TimedAnswer:
             yield f"usage has {self.cached_tokens} cached tokens of {self.prompt_tokens}"
 
 
-class Client:
+class Client(ServerConnection):
     """Sends timed requests to one model of a server. An async context manager; call :meth:`settle` first.
 
     Args:
@@ -162,22 +161,13 @@ class Client:
     def __init__(
         self, server: Server, *, model: str | None = None, chat: bool = False, extra: Mapping[str, Any] | None = None
     ) -> None:
-        self.server = server
+        super().__init__(server)
         self.model = Model(model or "")
         self.chat = chat
         self.refused_fields: tuple[str, ...] = ()
         self._path = "/chat/completions" if chat else "/completions"
         self._fields: dict[str, Any] = dict(_OPTIONAL)
         self._extra = dict(extra or {})
-        self._connection = ServerConnection(server)
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._connection.__aexit__(kind, error, trace)
 
     async def settle(self) -> None:
         """Determine the model and the optional fields that the server accepts; drop :attr:`refused_fields`.
@@ -185,7 +175,7 @@ class Client:
         Raises:
             ServerError: if the server cannot be reached or does not answer a plain request.
         """
-        self.model = await self._connection.model(self.model.name or None)
+        self.model = await self.find_model(self.model.name or None)
         answer = await self._try(_TRIES[0])
         for names in _TRIES[1:]:
             if answer.status in (400, 422):
@@ -206,9 +196,9 @@ class Client:
     async def _try(self, names: Sequence[str]) -> TimedAnswer:
         self._fields = {name: _OPTIONAL[name] for name in names}
         self.refused_fields = tuple(name for name in _OPTIONAL if name not in names)
-        return await self.ask(self.request(_PROBE_PROMPT, 4))
+        return await self.ask(self.prepare(_PROBE_PROMPT, 4))
 
-    def request(self, prompt: str, tokens: int, *, stream: bool = True) -> Request:
+    def prepare(self, prompt: str, tokens: int, *, stream: bool = True) -> Request:
         """Return a request for ``tokens`` tokens, created before timing starts."""
         text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         fields = {name: value for name, value in self._fields.items() if stream or name != "stream_options"}
@@ -240,7 +230,7 @@ class Client:
 
     async def _exchange(self, request: Request, answer: TimedAnswer, quiet: Any) -> None:
         url, most = self.server.base_url + self._path, MAX_BYTES + _BYTES_A_TOKEN * request.tokens
-        async with self._connection.send("POST", url, request.body, most) as response:
+        async with self.send("POST", url, request.body, most) as response:
             answer.status = response.status_code
             if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
                 answer.streamed = True
@@ -281,7 +271,7 @@ class Client:
         Raises:
             ServerError: if it refuses the prompt or does not count.
         """
-        answer = await self.ask(self.request(prompt, 1, stream=False))
+        answer = await self.ask(self.prepare(prompt, 1, stream=False))
         if answer.error not in (None, NO_TOKEN) or answer.prompt_tokens is None:
             failed = answer.error if answer.error != NO_TOKEN else None
             raise ServerError(
@@ -298,4 +288,4 @@ class Client:
         Raises:
             ServerError: if the server cannot be reached.
         """
-        return await self._connection.request(method, path, {} if method == "POST" else None, at=self.server.root)
+        return await self.request(method, path, {} if method == "POST" else None, at=self.server.root)

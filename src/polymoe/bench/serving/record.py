@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from polymoe.bench.records import read_lines, utc_now
 from polymoe.bench.serving.client import TimedAnswer
@@ -24,18 +24,15 @@ from polymoe.bench.serving.measures import (
 )
 from polymoe.common.json_input import check_fields, read_fields
 
-__all__ = ["LOADS", "Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
-
-Mode = Literal["batch", "concurrency", "rate"]
-"""How requests are sent: all at once, a fixed number at a time, or at a rate per second."""
+__all__ = ["LOADS", "Load", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 
 LOADS: Mapping[str, str] = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}
-"""Name of the load in each mode."""
+"""Name of the load in each mode: all requests at once, a fixed number at a time, or at a rate per second."""
 
 _BUSY = 0.8  # of one core: above it, this client may be the bottleneck
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """The requests of one row.
 
@@ -45,7 +42,7 @@ class Load:
         input_len, output_len: tokens of each prompt, and the limit for each answer.
     """
 
-    mode: Mode
+    mode: str
     load: float
     requests: int
     input_len: int
@@ -55,7 +52,7 @@ class Load:
         return f"{LOADS[self.mode]} {self.load:g}, input {self.input_len}, output {self.output_len}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """The fields that all records of one run share.
 
@@ -79,9 +76,16 @@ class Origin:
     command: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Observations beside the requests; see :class:`ServingRecord`."""
+    """Observations beside the requests.
+
+    Attributes:
+        acceptance_length: tokens per step of speculative decoding.
+        cache_hit_rate: share of input tokens found in the prefix cache.
+        joules: energy of the GPUs over the whole duration.
+        client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
+    """
 
     acceptance_length: float | None = None
     cache_hit_rate: float | None = None
@@ -89,12 +93,11 @@ class Surroundings:
     client_load: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingRecord:
+@dataclass(frozen=True, kw_only=True)
+class ServingRecord(Surroundings, Origin, Load):
     """One row. Unknown values are None; all numbers are of completely answered requests.
 
     Attributes:
-        mode, load, requests, input_len, output_len: see :class:`Load`.
         answered, refused, failed: requests with a complete answer, with HTTP 429, and all others.
         errors: messages of refused and failed requests, each with its count.
         input_tokens, output_tokens: of all answers together, as ``counted_by`` "usage", "tokenizer" or "chunks".
@@ -105,22 +108,13 @@ class ServingRecord:
         input_tps, output_tps: tokens per second. For a batch, input until the last first token, output from there on;
             for other modes, each over the whole duration.
         at_once: largest number of answers running at one time.
-        acceptance_length: tokens per step of speculative decoding.
-        cache_hit_rate: share of input tokens found in the prefix cache.
         input_cost, output_cost: US dollars for a million tokens, at this batch's rates of each.
         total_cost: US dollars for a million tokens of both kinds together, over the whole duration.
-        joules, tokens_per_joule: energy of the GPUs over the whole duration; output tokens for each joule, which is
-            output tokens per second and watt.
-        client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
+        tokens_per_joule: output tokens for each joule, which is output tokens per second and watt.
         notes: remarks that matter when the row is compared with another.
-        label, server, model, engine, device, gpu_price, gpus, seed, commit, date, command: see :class:`Origin`.
+        date: when it was computed.
     """
 
-    mode: str
-    load: float
-    requests: int
-    input_len: int
-    output_len: int
     answered: int
     refused: int
     failed: int
@@ -136,31 +130,12 @@ class ServingRecord:
     input_tps: float | None
     output_tps: float | None
     at_once: int | None
-    acceptance_length: float | None
-    cache_hit_rate: float | None
     input_cost: float | None
     output_cost: float | None
     total_cost: float | None
-    joules: float | None
     tokens_per_joule: float | None
-    client_load: float
     notes: tuple[str, ...]
-    label: str
-    server: str
-    model: str
-    engine: str
-    device: str | None
-    gpu_price: float | None
-    gpus: int
-    seed: int
-    commit: str
     date: str
-    command: str
-
-    @property
-    def asked(self) -> Load:
-        """The requests of the row."""
-        return Load(**{f.name: getattr(self, f.name) for f in fields(Load)})
 
     @property
     def series(self) -> tuple[str, str, str | None, str, int, int]:
@@ -220,6 +195,8 @@ def record(
     by = sorted({a.by for a in whole})
     return ServingRecord(
         **asdict(load),
+        **asdict(origin),
+        **asdict(seen),
         answered=len(whole),
         refused=refused,
         failed=len(answers) - len(whole) - refused,
@@ -235,17 +212,12 @@ def record(
         input_tps=input_tps,
         output_tps=output_tps,
         at_once=together,
-        acceptance_length=seen.acceptance_length,
-        cache_hit_rate=seen.cache_hit_rate,
         input_cost=cost_per_million(input_tps, hourly) if load.mode == "batch" else None,
         output_cost=cost_per_million(output_tps, hourly) if load.mode == "batch" else None,
         total_cost=cost_per_million((inputs + outputs) / duration, hourly) if duration else None,
-        joules=seen.joules,
         tokens_per_joule=outputs / seen.joules if seen.joules else None,
-        client_load=seen.client_load,
         notes=tuple(_notes(load, whole, together, seen.client_load)),
         date=utc_now(),
-        **asdict(origin),
     )
 
 

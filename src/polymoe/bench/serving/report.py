@@ -96,8 +96,8 @@ def remarks(records: Sequence[ServingRecord]) -> list[str]:
     """Return notes and errors of each row, one line for each."""
     lines = []
     for r in records:
-        lines += [f"{r.asked}: {note}" for note in r.notes]
-        lines += [f"{r.asked}: {count} x {message}" for message, count in r.errors.items()]
+        lines += [f"{r}: {note}" for note in r.notes]
+        lines += [f"{r}: {count} x {message}" for message, count in r.errors.items()]
     return lines
 
 

@@ -15,7 +15,7 @@ from polymoe.bench.serving.loads import at_rate, one_batch, with_concurrency
 from polymoe.bench.serving.measures import count_tokens
 from polymoe.bench.serving.observe import acceptance_length, cache_hit_rate, metrics, profiled
 from polymoe.bench.serving.prompts import Prompts, Tokenizer
-from polymoe.bench.serving.record import Load, Mode, Origin, ServingRecord, Surroundings, record
+from polymoe.bench.serving.record import Load, Origin, ServingRecord, Surroundings, record
 from polymoe.errors import ArgumentError, ServerError
 
 __all__ = ["ServingBench", "rows"]
@@ -25,7 +25,7 @@ _PROFILED_OUTPUT = 8  # tokens: a trace of a whole answer is too large to open
 
 
 def rows(
-    mode: Mode, loads: Sequence[float], input_lens: Sequence[int], output_lens: Sequence[int], requests: int | None
+    mode: str, loads: Sequence[float], input_lens: Sequence[int], output_lens: Sequence[int], requests: int | None
 ) -> list[Load]:
     """Return every combination, ordered by input and output length. ``requests`` of None means five times the
     concurrency, or one minute of the rate, at least 20; for a batch it is the batch size."""
@@ -107,12 +107,12 @@ class ServingBench:
 
     async def _short(self, load: Load, number: int, output_len: int, input_len: int) -> None:
         prompts, _ = await self.prompts.make(input_len, number)
-        await one_batch(self.client.ask, [self.client.request(p, output_len) for p in prompts])
+        await one_batch(self.client.ask, [self.client.prepare(p, output_len) for p in prompts])
 
     async def _row(self, load: Load) -> tuple[list[TimedAnswer], ServingRecord]:
         self.say(f"{load}: making prompts")
         prompts, prompt_tokens = await self.prompts.make(load.input_len, load.requests)
-        requests = [self.client.request(prompt, load.output_len) for prompt in prompts]
+        requests = [self.client.prepare(prompt, load.output_len) for prompt in prompts]
         before = await metrics(self.client)
         with _no_collection():
             joules = self.meter.joules() if self.meter else 0.0
