@@ -15,6 +15,7 @@ from polymoe.cli import (
     bench,
     bench_decode,
     bench_serve,
+    bench_slots,
     chat,
     doctor,
     eval,
@@ -76,7 +77,8 @@ add(app, "verify", "Check a checkpoint's experts: bytes, reference, every backen
     "polymoe verify demo", "polymoe verify demo --layer 1 --tokens 1,64",
     "polymoe verify demo --all-backends")  # fmt: skip
 add(app, "run", "Answer prompts.", run.command, 'polymoe run demo "123+456="', "polymoe run demo < prompts.txt",
-    "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip
+    "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'",
+    "polymoe run demo --record-routing routing.safetensors < prompts.txt")  # fmt: skip
 add(app, "chat", "Chat with a checkpoint in the terminal.", chat.command,
     "polymoe chat demo", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
     "polymoe chat demo --json < messages.txt")  # fmt: skip
@@ -104,6 +106,9 @@ add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
     "polymoe bench serve --server http://127.0.0.1:8000 --concurrency 1,8,64 --out serve.jsonl --plot load.png",
     cls=bench_serve.ListCommand)  # fmt: skip
+add(_bench, "slots", "Replay recorded routing: which experts would be on the GPU.", bench_slots.command,
+    "polymoe bench slots --trace routing.safetensors --slots 8,16,25%",
+    "polymoe bench slots --trace routing.safetensors --link 26 --json")  # fmt: skip
 add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
     "polymoe eval run questions.jsonl --limit 100",
     "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
-    "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus",
-    "json_object", "listed", "models", "option", "plot_file", "require_checkpoint", "token_counts",
+    "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus",
+    "json_object", "listed", "models", "new_file", "option", "plot_file", "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
 
@@ -135,6 +136,19 @@ def file_to_write(text: str, option: str) -> Path:
     if not Path(text).parent.is_dir():
         raise ArgumentError(option, expected="a file in an existing directory", got=repr(text))
     return Path(text)
+
+
+def new_file(text: str, option: str) -> Path:
+    """Parse the path of a file that will be made, after hours perhaps.
+
+    Raises:
+        ArgumentError: if it exists, or its directory does not or cannot be written to.
+    """
+    path = file_to_write(text, option)
+    if path.exists() or not os.access(path.parent, os.W_OK):
+        got = f"{text!r}, {'which exists' if path.exists() else 'in one that cannot be written to'}"
+        raise ArgumentError(option, expected="a new file in a directory that can be written to", got=got)
+    return path
 
 
 def plot_file(text: str, option: str) -> Path:
@@ -444,3 +458,13 @@ class RecordOutput(Output):
 
     out: Path | None = option(None, "Append each record to this file as one JSON line.")
     commit: str | None = option(None, "Commit for the records, if git does not know it.")
+
+
+@dataclass(frozen=True)
+class RecordedRouting:
+    """Output."""
+
+    record_routing: Path | None = option(
+        None, "Write the expert ids of every call to this new file, for bench slots. Each call waits for its ids.",
+        "--record-routing", parse=new_file,
+    )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Output, Placement, option, require_checkpoint
+from polymoe.cli.options import Checkpoint, Output, Placement, RecordedRouting, option, require_checkpoint
 from polymoe.cli.output import print_json, say, speed_line, terminal_text
 from polymoe.errors import ArgumentError
 
@@ -38,6 +39,11 @@ class _Placement(Placement):
     )
 
 
+@dataclass(frozen=True)
+class _Output(RecordedRouting, Output):
+    """Output."""
+
+
 def command(
     checkpoint: Checkpoint,
     prompt: Annotated[
@@ -47,24 +53,28 @@ def command(
     *,
     asked: _Answers,
     placement: _Placement,
-    output: Output,
+    output: _Output,
 ) -> None:
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
+    if placement.graphs and output.record_routing is not None:
+        raise typer.BadParameter("--record-routing sees no call that a CUDA graph replays: leave --graphs out")
     require_checkpoint(checkpoint)
     prompts = list(prompt or []) or _from_stdin(checkpoint)
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
     say(f"loading {checkpoint}")  # PyTorch and Transformers first, which takes seconds
     from polymoe.engines.transformers.generator import Generator
+    from polymoe.engines.transformers.routing_recorder import recorded_routing
 
     generator = Generator.load(checkpoint, **placement.load)
-    answers = []
-    for start in range(0, len(prompts), asked.batch_size):
-        batch = prompts[start : start + asked.batch_size]
-        for answer in generator.answer(batch, max_tokens=asked.max_tokens, raw=asked.raw):
-            answers.append(answer)
-            if not output.json:
-                _print(answer, alone=len(prompts) == 1)
+    file, answers = output.record_routing, []
+    with nullcontext() if file is None else recorded_routing(generator.model, file):
+        for start in range(0, len(prompts), asked.batch_size):
+            batch = prompts[start : start + asked.batch_size]
+            for answer in generator.answer(batch, max_tokens=asked.max_tokens, raw=asked.raw):
+                answers.append(answer)
+                if not output.json:
+                    _print(answer, alone=len(prompts) == 1)
     speed = generator.speed()
     if output.json:
         print_json({"answers": [_plain(answer) for answer in answers], **speed})

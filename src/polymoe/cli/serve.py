@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option, require_checkpoint
+from polymoe.cli.options import Checkpoint, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
 from polymoe.errors import ArgumentError, nearest
 
@@ -77,7 +77,7 @@ class _Level(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Logs:
+class _Logs(RecordedRouting):
     """Logs and traces."""
 
     access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
@@ -140,6 +140,8 @@ def command(
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /docs, /health and /metrics until stopped."""
     if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:
         raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
+    if batching.graphs and logs.record_routing is not None:
+        raise typer.BadParameter("--record-routing sees no call that a CUDA graph replays: leave --graphs out")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     require_checkpoint(checkpoint)
     from polymoe.serve import serve
@@ -155,6 +157,7 @@ def command(
             checkpoint,
             **{**asked, "cors_origins": address.cors_origins or ()},
             profile=logs.profile,
+            record_routing=logs.record_routing,
             on_loaded=say,
             on_ready=lambda url: say(f"{chat.format(url)}{url}/docs describes the API\nserving on {url}"),
         )

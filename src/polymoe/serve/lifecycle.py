@@ -12,7 +12,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,9 +59,11 @@ class ServerOptions:
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
         page: answer ``/`` with a page to chat in.
         profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
+        record_routing: a new file for the expert ids of all calls, written at the end; without CUDA graphs.
 
     Raises:
-        ArgumentError: for a key that no client can send, invalid origins, and limits below 1.
+        ArgumentError: for a key that no client can send, invalid origins, limits below 1, and routing that is to be
+            recorded with CUDA graphs.
     """
 
     host: str = "127.0.0.1"
@@ -86,6 +88,7 @@ class ServerOptions:
     cors_origins: Sequence[str] = ()
     page: bool = True
     profile: str | Path | None = None
+    record_routing: str | Path | None = None
 
     def __post_init__(self) -> None:
         _check_key(self.api_key)
@@ -98,6 +101,9 @@ class ServerOptions:
             expected, got = "limits of at least 1, and no negative grace", "a limit below that"
             raise ArgumentError("serve", expected=expected, got=got)
         _check_origins(self.cors_origins)
+        if self.record_routing is not None and self.graphs:
+            expected, got = "no CUDA graphs, whose replays cannot be recorded", "graphs=True"
+            raise ArgumentError("record_routing", expected=expected, got=got)
 
     def of(self, *names: str) -> dict[str, Any]:
         """Some of them, as keywords."""
@@ -142,6 +148,7 @@ def serve(
             from transformers.utils.logging import set_verbosity_error
 
             from polymoe.engines.transformers import load
+            from polymoe.engines.transformers.routing_recorder import recorded_routing
             from polymoe.serve.app import ModelServer
             from polymoe.serve.gate import Gate, cors
             from polymoe.serve.logs import access_log
@@ -155,6 +162,8 @@ def serve(
         model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory", "experts"), **placed)
         set_verbosity_error()  # Transformers warns at requests
         batching = o.of("continuous_batching", "graphs", "cache_memory")
+        if o.record_routing is not None:
+            batching["graphs"] = False
         answers = o.of("max_tokens", "temperature", "page")
         served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
         if o.profile is not None:
@@ -164,7 +173,8 @@ def serve(
         on_loaded(_said(served, model, o, connections))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
-        return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
+        with nullcontext() if o.record_routing is None else recorded_routing(model, Path(o.record_routing)):
+            return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
 
 
 def _said(served: ModelServer, model: Any, options: ServerOptions, connections: int) -> str:

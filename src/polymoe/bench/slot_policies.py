@@ -1,0 +1,179 @@
+"""Recorded routing, replayed: which experts would have been in slots, for other ways to choose what is evicted.
+
+Calls that need more experts than a layer has slots, such as prompts, leave the slots as they are, as
+:class:`~polymoe.layer.offload.OffloadedExperts` does outside of CUDA graphs. They are the same for every policy, and
+are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
+from typing import Protocol
+
+from polymoe.errors import ArgumentError
+from polymoe.layer.routing_trace import RoutingTrace, TracedCall
+from polymoe.layer.slots import LeastRecentlyUsed
+
+__all__ = ["POLICIES", "Replay", "parse_slots", "replays"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a policy did with a trace.
+
+    Attributes:
+        policy: its name.
+        hits, misses: distinct experts of calls that were in a slot, or had to be copied.
+        misses_per_token, bytes_per_token: experts and bytes that all layers together copied, for each token.
+    """
+
+    policy: str
+    hits: int
+    misses: int
+    misses_per_token: float
+    bytes_per_token: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of hits; 0 if nothing was counted."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+
+class _Policy(Protocol):
+    """The slots of all layers."""
+
+    def place(self, call: TracedCall) -> int:
+        """Put the experts of a call into slots; return how many were in none."""
+        ...
+
+
+class _Recency:
+    """Those used least recently are evicted, of each layer: what polymoe does."""
+
+    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
+        self._layers = [LeastRecentlyUsed(count) for count in slots]
+
+    def place(self, call: TracedCall) -> int:
+        return len(self._layers[call.layer].place(call.needed))
+
+
+class _Pool:
+    """As :class:`_Recency`, with as many slots in all, which any layer may have. Ties go by id."""
+
+    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
+        self._slots = sum(slots)
+        self._held: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def place(self, call: TracedCall) -> int:
+        missing = 0
+        for expert in call.needed:
+            missing += (call.layer, expert) not in self._held
+            self._held[call.layer, expert] = None
+            self._held.move_to_end((call.layer, expert))
+        while len(self._held) > self._slots:
+            self._held.popitem(last=False)
+        return missing
+
+
+class _Ranked:
+    """Slots of one layer, from which the experts of the lowest rank are evicted."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots, self._held = slots, dict[int, float]()
+
+    def place(self, ranks: dict[int, float]) -> int:
+        """Put experts into slots, with their ranks from now on; return how many were in none."""
+        missing = len(ranks.keys() - self._held.keys())
+        others = [e for e in self._held if e not in ranks]
+        for expert in nsmallest(len(self._held) + missing - self._slots, others, key=self._held.__getitem__):
+            del self._held[expert]
+        self._held |= ranks
+        return missing
+
+
+class _Frequency:
+    """Those used least often are evicted, of each layer. A use counts half after ``half_life`` calls of the layer."""
+
+    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int], half_life: int) -> None:
+        self._layers = [_Ranked(count) for count in slots]
+        self._now, self._half_life = [0] * len(slots), half_life
+        self._uses: dict[tuple[int, int], float] = {}
+
+    def place(self, call: TracedCall) -> int:
+        # Ranks are logarithms of uses as if all had been now, less the time, which is the same for all experts.
+        self._now[call.layer] += 1
+        now = self._now[call.layer] / self._half_life
+        for key in ((call.layer, expert) for expert in call.needed):
+            before = self._uses.get(key, -math.inf)
+            self._uses[key] = now + math.log2(2 ** (before - now) + 1)
+        return self._layers[call.layer].place({e: self._uses[call.layer, e] for e in call.needed})
+
+
+class _Clairvoyant:
+    """Those that are needed last, or never again, are evicted, of each layer: no policy has fewer misses."""
+
+    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
+        self._layers = [_Ranked(count) for count in slots]
+        after: dict[tuple[int, int], float] = {}
+        ranks: list[dict[int, float]] = []
+        for at in range(len(calls) - 1, -1, -1):
+            call = calls[at]
+            ranks.append({e: -after.get((call.layer, e), math.inf) for e in call.needed})
+            after.update(((call.layer, e), at) for e in call.needed)
+        self._ranks = reversed(ranks)
+
+    def place(self, call: TracedCall) -> int:
+        return self._layers[call.layer].place(next(self._ranks))
+
+
+POLICIES: dict[str, Callable[[Sequence[TracedCall], Sequence[int]], _Policy]] = {
+    "least recently used": _Recency,
+    **{f"frequency, half-life {n}": partial(_Frequency, half_life=n) for n in (16, 64, 256)},
+    "one pool": _Pool,
+    "clairvoyant": _Clairvoyant,
+}
+"""Made from the calls that will be placed, in order, and the slots of each layer."""
+
+
+def parse_slots(text: str, trace: RoutingTrace) -> tuple[int, ...]:
+    """Return the slots of each layer of a trace.
+
+    Args:
+        text: a number for each layer, or a share of its experts such as "25%", of which at least those of a token have
+            room.
+        trace: has the layers.
+
+    Raises:
+        ArgumentError: for another text, and for a number that is too small or too large for a layer.
+    """
+    digits, percent = text.removesuffix("%"), text.endswith("%")
+    if not digits.isdecimal() or len(digits) > 4 or (percent and not 0 < int(digits) < 100):
+        raise ArgumentError("slots", expected="numbers or shares such as 8,16 or 25%", got=repr(text))
+    if percent:
+        return tuple(max(row.experts * int(digits) // 100, row.top_k) for row in trace.layers)
+    for row in trace.layers:
+        if not row.top_k <= int(digits) < row.experts:
+            expected = f"{row.top_k} (the experts of a token) to {row.experts - 1}, for {row.name}"
+            raise ArgumentError("slots", expected=expected, got=text)
+    return (int(digits),) * len(trace.layers)
+
+
+def replays(calls: Iterable[TracedCall], trace: RoutingTrace, slots: Sequence[int]) -> Iterator[Replay]:
+    """Yield what each policy does with calls of a trace, whose layers have so many slots; see the module."""
+    placed = [call for call in calls if len(call.needed) <= slots[call.layer]]
+    tokens = [0] * len(slots)
+    for call in placed:
+        tokens[call.layer] += call.tokens
+    for name, policy in POLICIES.items():
+        made, misses, needed = policy(placed, slots), [0] * len(slots), 0
+        for call in placed:
+            needed += len(call.needed)
+            misses[call.layer] += made.place(call)
+        each = [m / max(t, 1) for m, t in zip(misses, tokens, strict=True)]
+        copied = sum(m * row.expert_bytes for m, row in zip(each, trace.layers, strict=True))
+        yield Replay(name, needed - sum(misses), sum(misses), sum(each), copied)

@@ -1,0 +1,93 @@
+"""``polymoe bench slots``: recorded routing, replayed against ways to choose which experts stay on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polymoe.cli.options import Output, listed, option
+from polymoe.cli.output import cells, print_json, print_table, say
+from polymoe.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from polymoe.bench.slot_policies import Replay
+
+__all__ = ["command"]
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """What is replayed."""
+
+    trace: Path = option(..., "File that run or serve wrote with --record-routing.", show_default=False)
+    slots: tuple[str, ...] = option(
+        "25%,50%,75%", "Slots of each layer, as numbers or shares of its experts, separated by commas.",
+        "--slots", parse=listed,
+    )  # fmt: skip
+    link: float | None = option(
+        None, "Rate of the link from host memory, in GB/s. Default: what doctor --link has measured, or nominal rates.",
+        min=0.001,
+    )  # fmt: skip
+
+
+def command(replayed: _Replayed, output: Output) -> None:
+    """Replay recorded routing: hits, misses, and the time that the misses take on the link, by slots and by policy.
+
+    Policies are: least recently used, as polymoe does; least frequently used, where a use counts half after a number of
+    calls; least recently used of one pool for all layers; and a clairvoyant one, which no policy exceeds. Calls that
+    need more experts than there are slots, such as prompts, leave the slots as they are, and are not counted.
+    """
+    from polymoe.bench.slot_policies import parse_slots, replays
+    from polymoe.layer.routing_trace import RoutingTrace
+
+    trace = RoutingTrace.load(replayed.trace)
+    slots = {text: parse_slots(text, trace) for text in replayed.slots}
+    rates = _links(replayed.link)
+    calls = list(trace.calls())
+    rows: list[dict[str, Any]] = []
+    with Progress("bench slots") as progress:
+        for text, counts in slots.items():
+            progress.update(f"{text} slots")
+            swept = sum(len(call.needed) > counts[call.layer] for call in calls)
+            shared = {"slots": text, "slots_of_layers": counts, "calls": len(calls), "calls_not_counted": swept}
+            rows += [{**shared, **_plain(result, rates)} for result in replays(calls, trace, counts)]
+    sizes = sorted({f"{row.top_k} of {row.experts} experts" for row in trace.layers})
+    title = f"{trace.model}: {len(trace.layers)} layers, {', '.join(sizes)}"
+    if output.json:
+        links = [{"name": name, "bytes_per_s": rate} for name, rate in rates]
+        print_json({"model": trace.model, "layers": len(trace.layers), "links": links, "replays": rows})
+        return
+    columns = ("slots", "policy", "hits", "misses/token", *(f"ms/token, {name}" for name, _ in rates))
+    print_table(cells(columns, [_cells(row) for row in rows], title))
+    for text, row in {row["slots"]: row for row in rows}.items():
+        if row["calls_not_counted"]:
+            say(f"{text} slots: {row['calls_not_counted']} of {row['calls']} calls need more experts and do not count")
+
+
+def _links(gb_per_s: float | None) -> Sequence[tuple[str, float]]:
+    """Names and rates in bytes/s."""
+    from polymoe.machine import Machine
+    from polymoe.machine.link import links
+
+    return links(Machine.of(None).device.name) if gb_per_s is None else [(f"{gb_per_s:g} GB/s", gb_per_s * 1e9)]
+
+
+def _plain(result: Replay, rates: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    return {
+        "policy": result.policy,
+        "hits": result.hits,
+        "misses": result.misses,
+        "hit_rate": result.hit_rate,
+        "misses_per_token": result.misses_per_token,
+        "bytes_per_token": result.bytes_per_token,
+        "link_seconds_per_token": [result.bytes_per_token / rate for _, rate in rates],
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = (f"{1e3 * seconds:.3g}" for seconds in row["link_seconds_per_token"])
+    counts = sorted(set(row["slots_of_layers"]))
+    slots = row["slots"] if not row["slots"].endswith("%") else f"{row['slots']}: {' or '.join(map(str, counts))}"
+    return (slots, row["policy"], f"{row['hit_rate']:.1%}", f"{row['misses_per_token']:.2f}", *times)

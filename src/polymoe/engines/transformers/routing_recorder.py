@@ -1,0 +1,127 @@
+"""recorded_routing: write down which experts the routers of a model choose, for ``--record-routing``."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.checkpoint.architectures.interface import first_parameter, has_interface
+from polymoe.engines.transformers.contract import checked_call
+from polymoe.engines.transformers.experts_interface import capturing
+from polymoe.engines.transformers.families import PackedExperts
+from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.layer.routing_trace import RoutingTrace, TracedLayer
+
+__all__ = ["recorded_routing"]
+
+
+@contextmanager
+def recorded_routing(model: nn.Module, path: Path) -> Iterator[None]:
+    """Within it, record the expert ids of every call of the model's experts, of padding too, and write them to ``path``
+    at the end: a :class:`~polymoe.layer.routing_trace.RoutingTrace`. Until then they are held in memory, 2 bytes each.
+
+    An interruption by Ctrl-C ends the recording, and the file has what came before. After another error there is none.
+    Each call waits until the GPU has computed its ids. Calls on several threads are recorded one after the other.
+
+    Raises:
+        ArgumentError: if the file exists.
+        UnsupportedProblem: for a model without experts that polymoe runs; by a call that a CUDA graph captures, whose
+            replays nobody would see; at the end, if no call was seen.
+    """
+    if path.exists():
+        raise ArgumentError("record_routing", expected="a new file", got=f"{path}, which exists")
+    recorder, interrupted = _Recorder(model), None
+    with recorder.hooks:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is None or recorder.seen:
+        recorder.trace().save(path)
+    if interrupted is not None:
+        raise interrupted
+
+
+class _Recorder:
+    """Hooks on the experts of a model, until :attr:`hooks` is closed."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._lock = model, threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._layers: list[TracedLayer] = []
+        self._layers_C, self._tokens_C, self._ids_N = array("h"), array("i"), array("h")
+        self.hooks = ExitStack()
+        experts = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts) or has_interface(m)}
+        if not experts:
+            raise UnsupportedProblem(_WHERE, expected="experts that polymoe runs", got=f"none in {type(model).__name__}")
+        for name, module in experts.items():
+            self.hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
+
+    @property
+    def seen(self) -> int:
+        """Calls so far."""
+        return len(self._tokens_C)
+
+    def _hook(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], others: Mapping[str, Any]) -> None:
+            x_TH, ids_TA, _ = checked_call(type(module).__name__, args, others)
+            if capturing(x_TH):
+                got, hint = "a call that a CUDA graph captures", "its replays would not be seen: do without graphs"
+                raise UnsupportedProblem(_WHERE, expected="calls that run as they are", got=got, hint=hint)
+            self._add(name, module, ids_TA)
+
+        return torch.compiler.disable(note, reason=_COMPILED)
+
+    def _add(self, name: str, module: nn.Module, ids_TA: Tensor) -> None:
+        tokens, top_k = ids_TA.shape
+        ids = ids_TA.flatten().tolist()
+        with self._lock:
+            if name not in self._numbers:
+                self._numbers[name] = len(self._layers)
+                self._layers.append(TracedLayer(name, *_sizes(module), top_k=top_k))
+            number = self._numbers[name]
+            if top_k != self._layers[number].top_k:
+                expected = f"{self._layers[number].top_k} experts of each token, as before"
+                raise UnsupportedProblem(f"{_WHERE}: {name}", expected=expected, got=str(top_k))
+            self._ids_N.extend(ids)
+            self._layers_C.append(number)
+            self._tokens_C.append(tokens)
+
+    def trace(self) -> RoutingTrace:
+        """What was recorded.
+
+        Raises:
+            UnsupportedProblem: if that is nothing.
+        """
+        if not self.seen:
+            hint = "what was compiled or captured in a CUDA graph before goes on without being seen"
+            raise UnsupportedProblem(_WHERE, expected="calls of the experts", got="none", hint=hint)
+        with self._lock:
+            return RoutingTrace(
+                Path(self._model.name_or_path).name,
+                tuple(self._layers),
+                torch.tensor(self._layers_C, dtype=torch.int16),
+                torch.tensor(self._tokens_C, dtype=torch.int32),
+                torch.tensor(self._ids_N, dtype=torch.int16),
+            )
+
+
+_WHERE = "record_routing"
+_COMPILED = "routing is recorded, which reads the ids on the host (polymoe's record_routing)"
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Experts of a module, and bytes of each as it is stored."""
+    if isinstance(module, PackedExperts):
+        assert module.fused is not None
+        spec = module.fused.problem.spec
+        return spec.local_experts, spec.expert_bytes
+    experts = len(getattr(module, first_parameter(module)))
+    return experts, sum(p.nbytes for p in module.parameters(recurse=False)) // experts
