@@ -53,6 +53,7 @@ NEEDED: dict[str, list[str]] = {
     "bench kernels": ["--case", "gpt-oss-20b", "--experts", "2", "--hidden", "64", "--intermediate", "32"],
     "bench decode": [SUMS, "--prompt-len", "8", "--steps", "2", "--prefill-len", "8"],
     "bench serve": ["--server", "http://127.0.0.1:9"],
+    "bench slots": ["--trace", "no/such/trace"],
     "tune": ["--case", "gpt-oss-20b"],
     "doctor": [],
     "eval run": [str(ROOT / "models" / "sums-heldout.jsonl")],
@@ -68,6 +69,7 @@ WRONG = {
     "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
     "--api-key": "\u00e4", "--tasks": ",", "--include-path": f"{README}/directory", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
+    "--record-routing": f"{README}/file",
     "--config": f"{README}/file", "--host": "no such host", "--cors-origins": "*,nonsense",
 }  # fmt: skip
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""

@@ -354,6 +354,23 @@ def test_kernels_place_and_fetch_as_the_table_says(monkeypatch: pytest.MonkeyPat
             assert list(launches.counts()) == counts
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_kernels_place_short_traces(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Placement alone, of many sizes, by the emulated source."""
+    monkeypatch.setattr(modules, "kernel", Emulator({"slots": compile_unit("slots")}, []))
+    for experts, slots, calls in traces(count):
+        host = torch.arange(experts, dtype=torch.uint8)[:, None].repeat(1, 16)
+        row, table = torch.empty(slots, 16, dtype=torch.uint8), Recency(slots)
+        launches = SlotLaunches(SM90, 0, experts, [row], [host.data_ptr()])
+        monkeypatch.setattr(launches, "_fetch", lambda stream: None)
+        for step, needed in enumerate(calls[:4], start=1):
+            launches.run(torch.tensor(needed, dtype=torch.int32)[:, None], 0)
+            table.place(needed, step)
+        slot_of = {e: slot for _, slot, e in table.rows if e >= 0}
+        assert launches.residents() == [slot_of.get(e, -1) for e in range(experts)]
+
+
 def waves_of(needed: list[int], table: Recency) -> list[list[int]]:
     """What is in a slot, then what is missing, as many at a time as there are slots."""
     held, count = {row[2] for row in table.rows}, len(table.rows)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
-    "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus",
-    "json_object", "listed", "models", "new_file", "option", "plot_file", "require_checkpoint", "token_counts",
+    "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument",
+    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "new_file", "option", "plot_file",
+    "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
 

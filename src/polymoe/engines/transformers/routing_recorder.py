@@ -60,7 +60,9 @@ class _Recorder:
         self.hooks = ExitStack()
         experts = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts) or has_interface(m)}
         if not experts:
-            raise UnsupportedProblem(_WHERE, expected="experts that polymoe runs", got=f"none in {type(model).__name__}")
+            raise UnsupportedProblem(
+                _WHERE, expected="experts that polymoe runs", got=f"none in {type(model).__name__}"
+            )
         for name, module in experts.items():
             self.hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
 
