@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from polymoe.bench.slot_policies import POLICIES, Replay, parse_slots, replays
+from polymoe.bench.slot_policies import POLICIES, Replay, replays, slots_of_layers
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall, TracedLayer
 from support.problems import GPT_OSS, random_experts
+
+SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -124,16 +126,16 @@ def test_misses_of_a_token_are_those_of_all_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "slots"), [("2", (2, 2)), ("3", (3, 3)), ("50%", (4, 2)), ("25%", (2, 2)), ("1%", (1, 2)), ("99%", (7, 3))]
+    ("wanted", "slots"), [(2, (2, 2)), (3, (3, 3)), (0.5, (4, 2)), (0.25, (2, 2)), (0.01, (1, 2)), (0.99, (7, 3))]
 )
-def test_numbers_and_shares(text: str, slots: tuple[int, int]) -> None:
-    assert parse_slots(text, trace_of([], layer(8, 1), layer(4, 2))) == slots
+def test_numbers_and_shares(wanted: float, slots: tuple[int, int]) -> None:
+    assert slots_of_layers(wanted, trace_of([], layer(8, 1), layer(4, 2))) == slots
 
 
-@pytest.mark.parametrize("text", ["0", "1", "4", "x", "-2", "2.5", "0%", "100%", "%", "99999", "²"])
-def test_slots_that_a_layer_cannot_have(text: str) -> None:
-    with pytest.raises(ArgumentError, match="slots"):
-        parse_slots(text, trace_of([], layer(8, 1), layer(4, 2, "small")))
+@pytest.mark.parametrize("wanted", [1, 4, 8])
+def test_slots_that_a_layer_cannot_have(wanted: int) -> None:
+    with pytest.raises(ArgumentError, match=f"slots: expected 2 .* to 3, for small, got {wanted}"):
+        slots_of_layers(wanted, trace_of([], layer(16, 1), layer(4, 2, "small")))
 
 
 def test_the_command(cli: Cli, tmp_path: Path) -> None:
@@ -155,9 +157,27 @@ def test_the_command(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [(("--slots", "9"), "--slots: expected 2"), (("--slots", "x"), "shares such as"), (("--link", "0"), "--link")],
+    [
+        (("--slots", "9"), "--slots: expected 2"),
+        *((("--slots", text), "shares such as") for text in ("x", "0", "-2", "2.5", "0%", "100%", "%", "99999", "²")),
+        (("--link", "0"), "--link"),
+    ],
 )
 def test_the_command_refuses(cli: Cli, tmp_path: Path, given: tuple[str, str], says: str) -> None:
     trace_of([(0, [[0, 1]])], layer(8, 2)).save(tmp_path / "trace")
     code, out, err = cli("bench", "slots", "--trace", tmp_path / "trace", *given)
     assert (code, out, says in err) == (2, "", True), err
+
+
+def test_what_run_records_is_replayed(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    recorded = tmp_path / "routing"
+    code, out, err = cli("run", SUMS, "--device", "cpu", "1+1=", "20+30=", "--record-routing", recorded)
+    assert (code, out) == (0, "1+1= 2\n20+30= 50\n"), err
+    assert RoutingTrace.load(recorded).model == SUMS.name
+    code, out, _ = cli("bench", "slots", "--trace", recorded, "--slots", "4")
+    assert (code, "sums-gpt-oss-mxfp4: 4 layers, 2 of 8 experts" in out) == (0, True)
+    before = recorded.read_bytes()
+    code, out, err = cli("run", SUMS, "--device", "cpu", "1+1=", "--record-routing", recorded)
+    assert (code, out, "--record-routing: expected a new file" in err) == (2, "", True)
+    assert recorded.read_bytes() == before

@@ -23,6 +23,7 @@ import httpx
 import openai
 
 from polymoe.errors import ArgumentError, CheckpointNotFound
+from polymoe.layer.routing_trace import RoutingTrace
 from polymoe.serve import serve
 from polymoe.serve.http_server import bind
 from support.serving import CHECKPOINT, COMMAND, SERVE, UNENDING, server_process, user
@@ -147,6 +148,62 @@ def test_the_command_ends_with_one_line(number: signal.Signals, busy: bool, code
     for stream in streams:  # none of them looks like a whole answer
         with pytest.raises(openai.APIError, match="server"):
             assert all(chunk.choices[0].finish_reason is None for chunk in stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_routing_is_recorded_until_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """Of two clients at once: every token of both went through each layer, but for the last ones."""
+    recorded, used = tmp_path / "routing.safetensors", []
+    command = COMMAND.replace("--grace 0", f"--grace 0 --record-routing {recorded}")
+    with server_process(command) as (running, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
+
+        def ask(prompt: str) -> None:
+            for _ in range(2):
+                answer = client.completions.create(model=CHECKPOINT.name, prompt=prompt)
+                assert answer.usage is not None
+                used.append(answer.usage.prompt_tokens + answer.usage.completion_tokens - 1)
+
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("1+2=", "498-971=")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not recorded.exists()
+        running.send_signal(number)
+        _, err = running.communicate(timeout=20)
+    assert "Traceback" not in err
+    trace = RoutingTrace.load(recorded)
+    assert len(used) == len(trace.layers) == 4
+    for layer in range(4):
+        assert int(trace.tokens_C[trace.layers_C == layer].sum()) == sum(used)
+    assert all(0 < len(call.needed) <= 2 * call.tokens for call in trace.calls())
+
+
+def test_what_is_recorded_needs_calls_that_no_graph_replays(cli: Any, tmp_path: Path) -> None:
+    new = tmp_path / "routing"
+    with pytest.raises(ArgumentError, match="record_routing: expected no CUDA graphs"):
+        serve(tmp_path / "no checkpoint", port=0, graphs=True, record_routing=new)
+    for verb in ("serve", "run"):
+        code, out, err = cli(verb, CHECKPOINT, "--graphs", "--record-routing", new)
+        assert (code, out, "leave --graphs out" in err) == (2, "", True)
+    assert not new.exists()
+
+
+def test_no_steps_are_captured_while_routing_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Made(Exception):
+        pass
+
+    def refuse(*_: Any, **given: Any) -> None:
+        raise Made(given["graphs"])
+
+    monkeypatch.setattr("polymoe.engines.transformers.load", lambda *_, **__: (None, None))
+    monkeypatch.setattr("polymoe.serve.app.ModelServer", refuse)
+    for recorded, graphs in ((tmp_path / "routing", False), (None, None)):
+        with pytest.raises(Made) as made:
+            serve(CHECKPOINT, port=0, record_routing=recorded)
+        assert made.value.args == (graphs,)
 
 
 def unending(client: openai.OpenAI) -> Any:

@@ -19,7 +19,7 @@ from polymoe.errors import ArgumentError
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall
 from polymoe.layer.slots import LeastRecentlyUsed
 
-__all__ = ["POLICIES", "Replay", "parse_slots", "replays"]
+__all__ = ["POLICIES", "Replay", "replays", "slots_of_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +140,23 @@ POLICIES: dict[str, Callable[[Sequence[TracedCall], Sequence[int]], _Policy]] = 
 """Made from the calls that will be placed, in order, and the slots of each layer."""
 
 
-def parse_slots(text: str, trace: RoutingTrace) -> tuple[int, ...]:
+def slots_of_layers(wanted: float, trace: RoutingTrace) -> tuple[int, ...]:
     """Return the slots of each layer of a trace.
 
     Args:
-        text: a number for each layer, or a share of its experts such as "25%", of which at least those of a token have
-            room.
+        wanted: an int for each layer, or a share of its experts below 1; at least those of a token have room then.
         trace: has the layers.
 
     Raises:
-        ArgumentError: for another text, and for a number that is too small or too large for a layer.
+        ArgumentError: for a number that is too small or too large for a layer.
     """
-    digits, percent = text.removesuffix("%"), text.endswith("%")
-    if not digits.isdecimal() or len(digits) > 4 or (percent and not 0 < int(digits) < 100):
-        raise ArgumentError("slots", expected="numbers or shares such as 8,16 or 25%", got=repr(text))
-    if percent:
-        return tuple(max(row.experts * int(digits) // 100, row.top_k) for row in trace.layers)
+    if wanted < 1:
+        return tuple(max(int(row.experts * wanted + 1e-6), row.top_k) for row in trace.layers)
     for row in trace.layers:
-        if not row.top_k <= int(digits) < row.experts:
+        if not row.top_k <= wanted < row.experts:
             expected = f"{row.top_k} (the experts of a token) to {row.experts - 1}, for {row.name}"
-            raise ArgumentError("slots", expected=expected, got=text)
-    return (int(digits),) * len(trace.layers)
+            raise ArgumentError("slots", expected=expected, got=str(wanted))
+    return (int(wanted),) * len(trace.layers)
 
 
 def replays(calls: Iterable[TracedCall], trace: RoutingTrace, slots: Sequence[int]) -> Iterator[Replay]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from polymoe.cli.options import Output, listed, option
 from polymoe.cli.output import cells, print_json, print_table, say
 from polymoe.cli.progress import Progress
+from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     from polymoe.bench.slot_policies import Replay
@@ -17,14 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+def _slots(text: str, option: str) -> tuple[float, ...]:
+    """Parse numbers, and shares below 1."""
+    found = listed(text, option)
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}|[1-9][0-9]?%", part) for part in found):
+        raise ArgumentError(option, expected="numbers or shares such as 8,16,25%", got=repr(text))
+    return tuple(int(part[:-1]) / 100 if part.endswith("%") else int(part) for part in found)
+
+
 @dataclass(frozen=True)
 class _Replayed:
     """What is replayed."""
 
     trace: Path = option(..., "File that run or serve wrote with --record-routing.", show_default=False)
-    slots: tuple[str, ...] = option(
+    slots: tuple[float, ...] = option(
         "25%,50%,75%", "Slots of each layer, as numbers or shares of its experts, separated by commas.",
-        "--slots", parse=listed,
+        "--slots", parse=_slots,
     )  # fmt: skip
     link: float | None = option(
         None, "Rate of the link from host memory, in GB/s. Default: what doctor --link has measured, or nominal rates.",
@@ -39,11 +49,11 @@ def command(replayed: _Replayed, output: Output) -> None:
     calls; least recently used of one pool for all layers; and a clairvoyant one, which no policy exceeds. Calls that
     need more experts than there are slots, such as prompts, leave the slots as they are, and are not counted.
     """
-    from polymoe.bench.slot_policies import parse_slots, replays
+    from polymoe.bench.slot_policies import replays, slots_of_layers
     from polymoe.layer.routing_trace import RoutingTrace
 
     trace = RoutingTrace.load(replayed.trace)
-    slots = {text: parse_slots(text, trace) for text in replayed.slots}
+    slots = {f"{n:.0%}" if n < 1 else str(n): slots_of_layers(n, trace) for n in replayed.slots}
     rates = _links(replayed.link)
     calls = list(trace.calls())
     rows: list[dict[str, Any]] = []
