@@ -16,6 +16,7 @@ from polymoe.engines.transformers import load, routing_recorder
 from polymoe.engines.transformers.families import PackedExperts
 from polymoe.engines.transformers.routing_recorder import recorded_routing
 from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.layer.experts import FusedExperts
 from polymoe.layer.routing_trace import RoutingTrace
 from support.packed_model import CHECKPOINT
 from support.small_models import build
@@ -52,7 +53,7 @@ def test_the_ids_are_those_that_the_experts_get(
         (f"model.layers.{n}.mlp.experts", 8, 2) for n in range(4)
     ]
     assert {row.expert_bytes for row in trace.layers} == {
-        m.fused.problem.spec.expert_bytes for m in model.modules() if isinstance(m, PackedExperts)
+        m.problem.spec.expert_bytes for m in model.modules() if isinstance(m, FusedExperts)
     }
     assert trace.tokens_C.tolist() == [3] * 4 + [1] * 4
     assert trace.ids_N.tolist() == [e for call in seen for row in call for e in row]
