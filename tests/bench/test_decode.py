@@ -276,8 +276,7 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
     ("args", "code", "message"),
     [
         ((SUMS, "--measure", "int8"), 2, "--measure: expected packed, dequantized, transformers-packed, got 'int8'"),
-        ((SUMS, "--experts", "packed"), 2, "hint: --measure packed chooses what is measured"),
-        ((SUMS, "--experts", "int8"), 2, "--experts: expected mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128, mxfp8"),
+        ((SUMS, "--experts", "int8"), 2, "did you mean 'int4_g128'? known: fp8_block128, int4_g128, int4_g32, mxfp4"),
         ((SUMS, "--device", "cpu", "--experts", "nvfp4"), 1, "expected experts in 16 bits, got mxfp4"),
         ((SUMS, "--batch-size", "0"), 2, "--batch-size: expected numbers"),
         ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
