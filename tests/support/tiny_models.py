@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-__all__ = ["HIDDEN", "INTERMEDIATE", "OTHER_GENERATION", "architectures", "tiny_config"]
+__all__ = ["HIDDEN", "INTERMEDIATE", "KNOWS_CONVERSIONS", "OTHER_GENERATION", "architectures", "tiny_config"]
+
+KNOWS_CONVERSIONS = Version(transformers.__version__) >= Version("5.23")
+"""Whether this Transformers has the functions that name the tensors of models without a row in a table of families."""
 
 HIDDEN, INTERMEDIATE = 64, 32
 """2 F = H, so that shapes do not tell a stacked matrix from its transpose."""

@@ -411,12 +411,14 @@ _NAMES = {
 
 def _reserve(descriptor: int, size: int) -> None:
     """Reserve space, where the file system can."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
+    reserve = getattr(os, "posix_fallocate", None)  # neither Windows nor macOS has it
+    if reserve is None:
+        return
+    try:
+        reserve(descriptor, 0, size)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
 
 
 @dataclass(slots=True)

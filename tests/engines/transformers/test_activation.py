@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from polymoe.checkpoint.architectures.activation import activation_of
 from polymoe.engines.transformers.experts_interface import experts_forward
+from support.tiny_models import KNOWS_CONVERSIONS
 
 SIZES = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "hidden_size": 32, "moe_intermediate_size": 24,
@@ -46,7 +47,10 @@ def build(family: str, name: str, **config: Any) -> Any:
         ("hy_v4", "HYV4Experts", SwiGLU(limit=0.7)),  # no act_fn
         ("lfm2_moe", "Lfm2MoeExperts", SwiGLU()),  # act_fn is a function, not a module
         ("minimax_m3_vl", "MiniMaxM3VLExperts", SwiGLU(1.3, 1.0, 0.7)),
-        ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", SwiGLU(1.3, 1.0, 0.7)),  # transposed, concatenated
+        pytest.param(
+            *("openai_privacy_filter", "OpenAIPrivacyFilterExperts", SwiGLU(1.3, 1.0, 0.7)),  # transposed, concatenated
+            marks=pytest.mark.skipif(not KNOWS_CONVERSIONS, reason="Transformers before 5.23 has constants"),
+        ),
     ],
 )
 def test_gates_of_their_own_are_computed_as_the_module_does(family: str, name: str, activation: Activation) -> None:

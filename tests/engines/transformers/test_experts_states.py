@@ -54,6 +54,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 register()
+torch.manual_seed(0)
 sizes = dict(hidden_size=256, num_experts=32, num_experts_per_tok=2, num_hidden_layers=4, moe_intermediate_size=1024)
 others = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=64, vocab_size=64)
 config = AutoConfig.for_model("qwen3_moe", **sizes, **others)
@@ -66,7 +67,7 @@ with torch.no_grad():
     before = resident()
     for _ in range(3):
         got = model(torch.arange(8)[None]).logits
-assert (got - expected).norm() < 1e-2 * expected.norm()
+assert (got - expected).norm() < 2e-2 * expected.norm()
 print(experts, resident() - before)
 """
 
