@@ -173,6 +173,22 @@ def test_models_export(strict: bool) -> None:
         assert torch.equal(exported.module()(IDS, use_cache=False).logits, model(IDS).logits)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_models_are_traced_after_a_first_call() -> None:
+    model, _ = frozen()
+
+    def logits(ids: Tensor) -> Tensor:
+        return model(ids, use_cache=False).logits
+
+    with torch.no_grad():
+        with pytest.raises(UnsupportedProblem, match="call the model once"):
+            torch.jit.trace(logits, IDS)
+        logits(IDS)
+        traced = torch.jit.trace(logits, IDS)
+        other = IDS.flip(1)
+        assert torch.equal(traced(other), logits(other))
+
+
 def test_a_refusal_while_torch_compiles_has_its_words() -> None:
     model, experts = frozen()
     experts.act_fn = nn.Tanh()

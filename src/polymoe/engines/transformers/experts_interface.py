@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -120,6 +121,8 @@ def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **
         known: _Known | None = getattr(experts, _NAME, None)
         plans = _traced_plans(id(experts), *asked) if known is None or known.state != state else known.plans
         return compiled_call(plans, list(_views(experts, parameters).values()), call)
+    if is_tracing():
+        return compiled_call(_known_before(experts, *asked), list(_views(experts, parameters).values()), call)
     known = _known(experts, *asked)
     _note_capture(experts, known, x_TH)
     layer = known.plans.layer(list(_views(experts, parameters).values()))
@@ -169,6 +172,19 @@ def _known(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top
         known = _Known(state, _agreed(experts, state, x_dtype, top_k), captured)
         setattr(experts, _NAME, known)
     return known
+
+
+def _known_before(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
+    """As :func:`_known`, while ``torch.jit.trace`` records: what new plans compute would be in the trace."""
+    known: _Known | None = vars(experts).get(_NAME)
+    if known is None or known.state != state:
+        raise UnsupportedProblem(
+            type(experts).__name__,
+            expected="a model that was called before torch.jit.trace records it",
+            got="its first call" if known is None else "parameters of another dtype, device or shape since then",
+            hint="call the model once with the inputs that torch.jit.trace gets",
+        )
+    return known.plans
 
 
 @torch.compiler.assume_constant_result
