@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_ctrl_c_leaves_what_came_before(packed: tuple[Any, Any], tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         record_until(KeyboardInterrupt(), tmp_path / "none", model, calls=0)
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+@pytest.mark.parametrize("kind", ["h", "i"])
+def test_ctrl_c_while_a_call_is_written_down(
+    packed: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    class Interrupted(array):
+        def append(self, value: Any) -> None:
+            if self.typecode == kind and len(self) == 2:
+                raise KeyboardInterrupt
+            super().append(value)
+
+    monkeypatch.setattr(routing_recorder, "array", Interrupted)
+    with pytest.raises(KeyboardInterrupt), recorded_routing(packed[0], tmp_path / "trace"):
+        forward(packed[0])
+    trace = RoutingTrace.load(tmp_path / "trace")
+    assert (trace.tokens_C.tolist(), len(trace.ids_N)) == ([3, 3], 12)
 
 
 def test_another_error_leaves_no_file(packed: tuple[Any, Any], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class _Recorder:
                 raise UnsupportedProblem(f"{_WHERE}: {name}", expected=expected, got=str(top_k))
             self._ids_N.extend(ids)
             self._layers_C.append(number)
-            self._tokens_C.append(tokens)
+            self._tokens_C.append(tokens)  # last: a call counts from here, also where Ctrl-C comes in between
 
     def trace(self) -> RoutingTrace:
         """What was recorded.
@@ -106,13 +106,11 @@ class _Recorder:
             hint = "what was compiled or captured in a CUDA graph before goes on without being seen"
             raise UnsupportedProblem(_WHERE, expected="calls of the experts", got="none", hint=hint)
         with self._lock:
-            return RoutingTrace(
-                Path(self._model.name_or_path).name,
-                tuple(self._layers),
-                torch.tensor(self._layers_C, dtype=torch.int16),
-                torch.tensor(self._tokens_C, dtype=torch.int32),
-                torch.tensor(self._ids_N, dtype=torch.int16),
-            )
+            tokens_C = torch.tensor(self._tokens_C, dtype=torch.int32)
+            layers_C = torch.tensor(self._layers_C[: self.seen], dtype=torch.int16)
+            ids = int((torch.tensor([row.top_k for row in self._layers])[layers_C.long()] * tokens_C).sum())
+            ids_N = torch.tensor(self._ids_N[:ids], dtype=torch.int16)
+            return RoutingTrace(Path(self._model.name_or_path).name, tuple(self._layers), layers_C, tokens_C, ids_N)
 
 
 _WHERE = "record_routing"
