@@ -22,7 +22,7 @@ ON = {"ignore_eos": True}
 @pytest.fixture(scope="module", params=[None, False], ids=["graphs", "no graphs"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Running]:
     with running_server(batching=None, device="cuda", graphs=request.param) as server:
-        batching: Any = server.served.generation.batching
+        batching: Any = server.served.generation.batching  # type: ignore[union-attr]
         assert (batching.paged, batching.graphs) == (True, request.param is None)
         yield server
 

@@ -20,7 +20,7 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.serve import continuous_batching, shared_sampling
 from polymoe.serve.app import ModelServer
 from polymoe.serve.continuous_batching import Batching
-from polymoe.serve.generation import Generation
+from polymoe.serve.generation import choose_generation
 from polymoe.serve.metrics import ServerMetrics
 from support.serving import AUTHORIZED, CONTEXT, HELDOUT, Running, batching_server, said
 
@@ -42,8 +42,8 @@ def test_continuous_batching_is_refused_on_a_cpu(server: Running, asked: dict[st
 
 def test_it_is_the_default_where_the_model_allows_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**asked: Any) -> Any:
-        generation = Generation(server.model, ServerMetrics(name="sums", model=server.model), **asked)
-        return generation.batches or generation.batching
+        metrics = ServerMetrics(name="sums", model=server.model)
+        return choose_generation(server.model, metrics, threading.Event(), **asked)[1]
 
     assert chosen() == "continuous batching needs one CUDA device, got cpu"
     assert chosen(shared=False) == "not asked for"
@@ -117,7 +117,7 @@ def test_a_prompt_longer_than_the_context_is_refused(batches: Running) -> None:
 
 
 def test_generation_ends_when_nobody_waits(batches: Running) -> None:
-    scheduler = batches.served.generation.batches._cb.batch_processor.scheduler  # type: ignore[union-attr]
+    scheduler = batches.served.generation._cb.batch_processor.scheduler  # type: ignore[union-attr]
     with batches.slow(0.02):
         endless = {"prompt": "1+2=", "max_tokens": 200, "ignore_eos": True}
         with pytest.raises(TimeoutError):
@@ -132,13 +132,13 @@ def test_generation_ends_when_nobody_waits(batches: Running) -> None:
         stopped = said(batches, chat=False, stream=False, stop="7", extra_body={"ignore_eos": True}, max_tokens=200)
         assert stopped == ("-4", "stop", 3)
         batches.until(lambda: not scheduler.active_requests)
-    assert not batches.served.generation.batches._sampling.samplers  # type: ignore[union-attr]
+    assert not batches.served.generation._sampling.samplers  # type: ignore[union-attr]
     assert batches.metric("polymoe_requests_running") == 0
 
 
 def test_a_dead_worker_is_said(batches: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     status = SimpleNamespace(fatal_error="no memory")
-    monkeypatch.setattr(batches.served.generation.batches._cb, "background_thread_status", status)  # type: ignore[union-attr]
+    monkeypatch.setattr(batches.served.generation._cb, "background_thread_status", status)  # type: ignore[union-attr]
     refused = batches.post("/v1/completions", {"prompt": "1+2="})
     assert (refused.status, "no memory" in refused.text) == (503, True)
     assert batches.get("/health").status == 503

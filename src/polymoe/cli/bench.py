@@ -16,6 +16,7 @@ from polymoe.cli.options import (
     backend_names,
     file_to_write,
     listed,
+    numbers,
     option,
     plot_file,
     token_counts,
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
     from polymoe.bench.records import Record
 
 __all__ = ["command"]
-
-
-def _misses(text: str, option: str) -> tuple[int, ...]:
-    found = listed(text, option)
-    if not all(part.isdecimal() and len(part) < 4 for part in found):
-        raise typer.BadParameter(f"{option}: expected numbers such as 0,1,2,4, got {text!r}")
-    return tuple(map(int, found))
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,10 @@ class _Calls:
         None, "Time calls with all experts in host memory and so many slots on the GPU; one token by --misses.", min=1
     )
     misses: tuple[int, ...] = option(
-        "0,1,2,4", "With --slots: experts that a call has to copy, separated by commas.", "--misses", parse=_misses
+        "0,1,2,4",
+        "With --slots: experts that a call has to copy, separated by commas.",
+        "--misses",
+        parse=numbers(0, 999),
     )
 
 

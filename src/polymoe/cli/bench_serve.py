@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from polymoe.cli.commands import Command
-from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, option, plot_file
+from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, numbers, option, plot_file
 from polymoe.cli.output import command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.openai_client import Server
@@ -51,17 +51,7 @@ class ListCommand(Command):
         return super().parse_args(ctx, joined)
 
 
-def _numbers(kind: type[int] | type[float]) -> Callable[[str, str], tuple[Any, ...]]:
-    def parse(text: str, option: str) -> tuple[Any, ...]:
-        try:
-            values = tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            values = ()
-        if not values or not all(0 < value < 1e9 for value in values):
-            raise ArgumentError(option, expected="numbers above 0, such as 1 4 8 or 1,4,8", got=repr(text))
-        return values
-
-    return parse
+_counts = numbers(1, 10**9)
 
 
 @dataclass(frozen=True)
@@ -69,17 +59,20 @@ class _Load:
     """Load."""
 
     batch_size: tuple[int, ...] = option(
-        "1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", "--batch-size", parse=_numbers(int)
+        "1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", "--batch-size", parse=_counts
     )
     concurrency: tuple[int, ...] | None = option(
         None, "Instead of batches: so many requests at a time; each finished one starts the next.", "--concurrency",
-        parse=_numbers(int),
+        parse=_counts,
     )  # fmt: skip
     request_rate: tuple[float, ...] | None = option(
-        None, "Instead of batches: requests per second on average (Poisson).", "--request-rate", parse=_numbers(float)
+        None,
+        "Instead of batches: requests per second on average (Poisson).",
+        "--request-rate",
+        parse=numbers(1e-6, 1e9, float),
     )
-    input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_numbers(int))
-    output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_numbers(int))
+    input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_counts)
+    output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_counts)
     requests: int | None = option(
         None, "Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20.",
         "--requests", "--num-prompts", min=1,

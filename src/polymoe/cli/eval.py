@@ -159,35 +159,30 @@ def compare(
 def _progress() -> Iterator[tuple[Any, Any]]:
     """Show a progress bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`, and name the file of
     answers."""
-    found = {"right": 0, "invalid": 0, "new": 0, "done": 0, "total": 0}
-    where: list[Path] = []
-    bar = Progress("answered")
+    found: list[AnswerRecord] = []
+    begun = ""  # where the answers are, and how many there will be
 
     def on_start(path: Path, done: int, total: int) -> None:
-        where.append(path)
-        found.update(done=done, total=total)
+        nonlocal begun
+        begun = f"of {total} answers are in {path}"
         kept = f", which has {done} of {total}; --fresh starts over" if done else ""
-        say(f"answers: {path}{kept}")
-        bar.__enter__()
+        bar.say(f"answers: {path}{kept}")
         bar.start(done, total)
 
     def on_record(record: AnswerRecord) -> None:
-        found["new"] += 1
-        found["right"] += record.correct
-        found["invalid"] += record.answer is None
+        found.append(record)
+        right, invalid = sum(r.correct for r in found), sum(r.answer is None for r in found)
         bar.advance()
-        bar.update(f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid")
+        bar.update(f"{_percent(right / len(found))} right, {invalid} invalid")
 
-    try:
-        yield on_start, on_record
-    except (KeyboardInterrupt, PolymoeError):
-        bar.close()
-        if found["new"]:
-            done = f"{found['done'] + found['new']} of {found['total']} answers are in {where[0]}"
-            say(f"{done}; the same command continues there")
-        raise
-    finally:
-        bar.close()
+    with Progress("answered") as bar:
+        try:
+            yield on_start, on_record
+        except (KeyboardInterrupt, PolymoeError):
+            bar.close()
+            if found:
+                say(f"{bar.done} {begun}; the same command continues there")
+            raise
 
 
 def _table(run: Run, score: Score) -> Table:

@@ -33,7 +33,7 @@ __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
     "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument",
-    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "new_file", "option", "plot_file",
+    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "new_file", "numbers", "option", "plot_file",
     "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
@@ -165,19 +165,28 @@ def plot_file(text: str, option: str) -> Path:
     return Path(text)
 
 
-def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
-    """Parse numbers of an option, from 1 to 1,048,576: ``"1,16,256"``.
+def numbers(least: float, most: float, kind: type[Any] = int) -> Callable[[str, str], tuple[Any, ...]]:
+    """What parses numbers of an option that are separated by commas: ``"1,16,256"``.
 
     Raises:
-        ArgumentError: for anything else.
+        ArgumentError: by what is returned, for anything but numbers from ``least`` to ``most``.
     """
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1 or max(counts) > 2**20:
-        raise ArgumentError(option, expected="numbers such as 1,16,256, at most 1048576", got=repr(text))
-    return counts
+
+    def parse(text: str, option: str) -> tuple[Any, ...]:
+        try:
+            found = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(least <= number <= most for number in found):
+            expected = f"numbers such as 1,4,16, from {least:.10g} to {most:.10g}"
+            raise ArgumentError(option, expected=expected, got=repr(text))
+        return found
+
+    return parse
+
+
+token_counts = numbers(1, 2**20)
+"""Parses numbers of tokens, or of sequences."""
 
 
 def _one_process(tp: int) -> int:

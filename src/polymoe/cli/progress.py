@@ -21,10 +21,13 @@ class Progress:
     Args:
         what: the command's name.
         total: number of steps, if that is known.
+
+    Attributes:
+        done: number of steps that are done.
     """
 
     def __init__(self, what: str, total: int | None = None) -> None:
-        self._what, self._total, self._done, self._text = what, total, 0, ""
+        self._what, self._total, self._text, self.done = what, total, "", 0
         self._began, self._new, self._last = time.monotonic(), 0, 0.0
         self._bar: Any = None
 
@@ -48,7 +51,7 @@ class Progress:
 
     def start(self, done: int, total: int) -> None:
         """Set the number of steps, of which some were done before."""
-        self._done, self._total = done, total
+        self.done, self._total = done, total
         if self._bar is not None:
             self._bar.bar_format = None
             self._bar.reset(total=total)
@@ -65,11 +68,11 @@ class Progress:
 
     def advance(self) -> None:
         """Count one step."""
-        self._done += 1
+        self.done += 1
         self._new += 1
         if self._bar is not None:
             self._bar.update()
-        elif self._done == self._total:
+        elif self.done == self._total:
             self._line()
 
     def say(self, text: str) -> None:
@@ -84,7 +87,7 @@ class Progress:
         if self._last and now - self._last < EVERY_S:
             return
         self._last = now
-        parts = [f"{self._done}/{self._total}"] if self._total else []
+        parts = [f"{self.done}/{self._total}"] if self._total else []
         if self._new and self._total:
-            parts.append(f"{(now - self._began) / self._new * (self._total - self._done):.0f} s left")
+            parts.append(f"{(now - self._began) / self._new * (self._total - self.done):.0f} s left")
         self.say(f"{self._what}: {', '.join([*parts, *([self._text] if self._text else [])])}")

@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -69,19 +68,12 @@ class _Batching:
     )
 
 
-class _Level(str, Enum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
 @dataclass(frozen=True)
 class _Logs(RecordedRouting):
     """Logs and traces."""
 
     access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
-    log_level: _Level = option(_Level.info, "Minimum level of log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Minimum level of log lines.")
     profile: Path | None = option(None, "Directory for profiler traces; enables /start_profile and /stop_profile.")
 
 
@@ -152,7 +144,7 @@ def command(
         asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
     chat = "{}/ is a page to chat in\n" if address.page else ""
     say(f"loading {checkpoint}")
-    with logging_to_stderr(logs.log_level.value, requests=logs.access_log) as written:
+    with logging_to_stderr(logs.log_level, requests=logs.access_log) as written:
         stopped_by = serve(
             checkpoint,
             **{**asked, "cors_origins": address.cors_origins or ()},

@@ -13,7 +13,7 @@ The modules, from the outside in. A request takes this way, and a module imports
     profiling            two more endpoints, on request
     prompts              beside the event loop: messages, chat templates, tokens
     messages             the messages of a chat, checked
-    generation           what runs a request:
+    generation           chooses what runs requests:
       sequential           one generation after the other
       continuous_batching  shared forward passes, in which shared_sampling chooses the tokens
     answers              OpenAI's JSON and server-sent events

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from polymoe.engines.transformers.replies import ReplyReader
 from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
 from polymoe.serve.choices import AnswerChoice, ChoicePart
 from polymoe.serve.errors import answer_errors, failed, refusal
-from polymoe.serve.generation import Generation
+from polymoe.serve.generation import choose_generation
 from polymoe.serve.in_flight import current, in_thread
 from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.metrics import ServerMetrics
@@ -73,6 +74,7 @@ class ModelServer:
         limits: of every request.
         prompts: reads their prompts.
         generation: what runs requests.
+        not_shared: why they do not share forward passes; empty if they do.
 
     Raises:
         UnsupportedProblem: for continuous batching on a CPU, where Transformers' does not answer; for graphs that the
@@ -98,8 +100,9 @@ class ModelServer:
         characters = None if context is None else context * longest_token(tokenizer)
         self.limits = limits = Limits(context, max_tokens, characters=characters, vocabulary=config.vocab_size)
         self.metrics = ServerMetrics(name=name, model=model)
-        self.generation = Generation(
-            model, self.metrics, shared=continuous_batching, graphs=graphs, cache_memory=cache_memory
+        self._stopping = threading.Event()
+        self.generation, self.not_shared = choose_generation(
+            model, self.metrics, self._stopping, shared=continuous_batching, graphs=graphs, cache_memory=cache_memory
         )
         self.prompts = PromptReader(tokenizer, limits)
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "polymoe"}
@@ -129,7 +132,7 @@ class ModelServer:
 
     def end(self) -> None:
         """End every generation at its next token. Answers that it cuts off end with an error."""
-        self.generation.stopping.set()
+        self._stopping.set()
 
     def close(self, timeout_s: float = 20.0) -> bool:
         """:meth:`end`, then wait until no generation runs, at most ``timeout_s`` seconds.

@@ -9,6 +9,7 @@ import torch
 from polymoe.common.units import format_bytes, format_tokens
 from polymoe.layer.experts import FusedExperts
 from polymoe.serve.app import ModelServer
+from polymoe.serve.continuous_batching import ContinuousBatching
 from polymoe.serve.metrics import backends
 
 __all__ = ["summary"]
@@ -53,9 +54,9 @@ def _memory(model: Any) -> str:
 
 
 def _batching(served: ModelServer) -> tuple[str, str]:
-    batches = served.generation.batches
-    if batches is None:
-        return f"one after the other ({served.generation.batching})", "grows with each answer"
+    batches = served.generation
+    if not isinstance(batches, ContinuousBatching):
+        return f"one after the other ({served.not_shared})", "grows with each answer"
     graphs = "small steps in CUDA graphs" if batches.batching.graphs else "no CUDA graphs"
     together = f"share forward passes, {graphs}"
     return together, f"{format_bytes(batches.cache_bytes)} for keys and values of about {batches.cache_tokens:,} tokens"

@@ -161,7 +161,7 @@ def test_traces_are_named(bench: Cli, standin: Standin) -> None:
     ("args", "message"),
     [
         (("--server", "nowhere"), "--server: expected a URL such as"),
-        (("--batch-size", "0"), "--batch-size: expected numbers above 0"),
+        (("--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
         (("--batch-size", "--json"), "--batch-size: expected numbers"),
         (("--batch-size", "1,x"), "--batch-size: expected numbers"),
         (("--batch-size", "2.5"), "--batch-size: expected numbers"),
