@@ -11,7 +11,7 @@ from torch import Tensor
 
 import support.plain_formats as plain
 from polymoe.errors import FormatError
-from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor, QuantTensor, format_of
+from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor, QuantTensor, base, format_of
 from polymoe.formats.base import Format, group_reduce
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.formats.fp8 import Fp8
@@ -505,6 +505,25 @@ def test_the_weights_are_left_alone(encoding: Encoding) -> None:
     q = format_of(encoding).quantize(w)
     assert torch.equal(w, before)
     assert not any(part.requires_grad for part in q.parts().values())
+
+
+@every_encoding
+def test_tiles_are_the_whole(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU parts of matrices are quantized side by side. 160 rows and 192 columns end within a block of 128."""
+    w = torch.stack([rough_weights(160, 192), 5 * rough_weights(160, 192)])
+    importance = torch.linspace(0, 1, 2 * 192).view(2, 192)
+    monkeypatch.setattr(base, "_TILE", w.numel())
+    whole = format_of(encoding).quantize(w, importance)
+    monkeypatch.setattr(base, "_TILE", 1 << 12)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        tiled = format_of(encoding).quantize(w, importance)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    for name, part in whole.parts().items():
+        assert torch.equal(tiled.parts()[name].view(torch.uint8), part.view(torch.uint8)), name
 
 
 # --- group_reduce ---

@@ -31,6 +31,8 @@ from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
 from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.formats import QuantTensor
+from polymoe.formats.base import Tile, map_tiles
 from polymoe.problem.tensors import Expert
 
 __all__ = ["DIALECTS_OF", "SEARCHED_FORMATS", "quantize_checkpoint"]
@@ -367,12 +369,11 @@ class _Report:
         """Measure an expert, and return it."""
         importance = self.importance(e)
         for name, q in after.projections.items():
-            wanted = before.projections[name].dequantize()
-            difference = q.dequantize() - wanted
-            self.errors.setdefault(name, []).append(_ratio(difference, wanted))
-            if importance is not None:
-                root = importance["down" if name == "down" else "gate_up"].sqrt()
-                self.weighted.setdefault(name, []).append(_ratio(difference * root, wanted * root))
+            columns = None if importance is None else importance["down" if name == "down" else "gate_up"]
+            error, weighted = _errors(before.projections[name].codes, q, columns)
+            self.errors.setdefault(name, []).append(error)
+            if columns is not None:
+                self.weighted.setdefault(name, []).append(weighted)
         return after
 
     def rows(self) -> dict[str, Any]:
@@ -388,9 +389,23 @@ class _Report:
         return found
 
 
+def _errors(w_NK: Tensor, q: QuantTensor, importance_K: Tensor | None) -> tuple[float, float]:
+    """The norm of the difference over that of the weights, without and with the importance of columns."""
+
+    def squares(tile: Tile) -> list[float]:
+        _, rows, columns = tile
+        wanted = w_NK[rows, columns].float()
+        stored = q.rows(rows.start, rows.stop).columns(columns.start, columns.stop)
+        both = [part.square_().sum(0) for part in (stored.dequantize().sub_(wanted), wanted)]
+        weighted = both if importance_K is None else [part * importance_K[columns] for part in both]
+        return [float(part.sum()) for part in (*both, *weighted)]
+
+    sums = torch.tensor([found for _, found in map_tiles(squares, w_NK[None], q.encoding)], dtype=torch.float64).sum(0)
+    return _ratio(sums[0], sums[1]), _ratio(sums[2], sums[3])
+
+
 def _ratio(difference: Tensor, wanted: Tensor) -> float:
-    norm = wanted.norm()
-    return float(difference.norm() / norm) if norm > 0 else 0.0
+    return float((difference / wanted).sqrt()) if wanted > 0 else 0.0
 
 
 def _root(errors: list[float]) -> float:

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
-from polymoe.formats.encoding import Encoding, PerGroup
+from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
 from polymoe.formats.tensor import QuantTensor, expand_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Format", "best_scales", "group_reduce"]
+__all__ = ["Format", "Tile", "best_scales", "group_reduce", "map_tiles"]
 
-_CHUNK = 1 << 14
-"""Weights that a CPU core keeps in its cache with a search's temporaries, and that torch leaves to one thread: threads
-that share chunks wait for each other after each of hundreds of operations."""
+_TILE = 1 << 17
+"""Weights that one thread quantizes at a time on a CPU: few enough for its cache, and so many that calls of torch cost
+little beside the work."""
+
+Tile: TypeAlias = "tuple[slice, slice, slice]"
+"""Matrices of a stack, rows, columns."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """Base of the format classes; :data:`polymoe.formats.FORMATS` names the usual ones.
 
-    A subclass implements :meth:`_quantize`, which gets finite, contiguous float32 weights, and how much the squared
-    error of each column counts, float32 ``[..., K]``, or None for all alike. Decoding needs no subclass: the encoding
-    says it all.
+    A subclass implements :meth:`_quantize`. Decoding needs no subclass: the encoding says it all.
     """
 
     encoding: Encoding
@@ -81,23 +85,43 @@ class Format:
         if 0 in w_NK.shape[-2:]:
             raise FormatError(f"{self.name}.quantize", expected="rows and columns", got=str(list(w_NK.shape)))
         self.encoding.codes_shape(*w_NK.shape[-2:])
-        w_NK = w_NK.detach().float().contiguous()
-        if not bool(torch.isfinite(w_NK).all()):
-            raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
+        # Stacks are [E, N, K] from here on.
+        lead, w_NK = w_NK.shape[:-2], w_NK.detach().reshape(-1, *w_NK.shape[-2:])
         if importance_K is not None:
-            wanted = [*w_NK.shape[:-2], w_NK.shape[-1]]
+            wanted = [*lead, w_NK.shape[-1]]
             importance_K = importance_K.detach().to(w_NK.device, torch.float32)
             if list(importance_K.shape) != wanted or not bool(((importance_K >= 0) & importance_K.isfinite()).all()):
                 got = f"shape {list(importance_K.shape)}, {importance_K.min():g} to {importance_K.max():g}"
                 raise FormatError(f"{self.name}.quantize importance", expected=f"shape {wanted}, 0 or more", got=got)
-        found = self._quantize(w_NK, importance_K)
+            importance_K = importance_K.reshape(len(w_NK), -1)
+        amax = w_NK.new_zeros(len(w_NK), dtype=torch.float32)
+        for (matrices, _, _), largest in map_tiles(lambda tile: _largest(w_NK[tile]), w_NK, self.encoding):
+            amax[matrices] = torch.maximum(amax[matrices], largest)
+        if not bool(torch.isfinite(amax).all()):  # the maximum of NaN and a number is NaN
+            raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
+        global_scale = self._global_scale(amax)
+        stack, rows, columns = w_NK.shape
+        found = QuantTensor.empty(self.encoding, rows, columns, w_NK.device, stack=stack)
+
+        def quantize(tile: Tile) -> None:
+            matrices, rows, columns = tile
+            part = self._quantize(
+                w_NK[tile].float().contiguous(),
+                None if importance_K is None else importance_K[matrices, columns],
+                None if global_scale is None else global_scale[matrices],
+            )
+            place = found.rows(rows.start, rows.stop).columns(columns.start, columns.stop)
+            for name, into in place.parts().items():
+                into[matrices].copy_(part.parts()[name])
+
+        map_tiles(quantize, w_NK, self.encoding)
         # Rounded up, a code times its scale may be beyond the largest number.
-        largest = float(w_NK.abs().amax()) if w_NK.numel() else 0.0
+        largest = float(amax.max()) if len(amax) else 0.0
         if largest > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
             raise FormatError(
                 f"{self.name}.quantize", expected="weights that are finite when rounded", got=f"{largest:g}"
             )
-        return found
+        return found.map(lambda part: part.reshape([*lead, *part.shape[1:]]))
 
     def dequantize(self, tensor: QuantTensor, dtype: torch.dtype | None = None) -> Tensor:
         """``tensor.dequantize(dtype)``, after checking that it is of this format."""
@@ -105,11 +129,67 @@ class Format:
             raise FormatError(f"{self.name}.dequantize", expected=repr(self.encoding), got=repr(tensor.encoding))
         return tensor.dequantize(dtype)
 
-    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
+    def _global_scale(self, amax_E: Tensor) -> Tensor | None:
+        """The scale of each matrix, float32 like the largest magnitude in it; None if the encoding has none."""
+        return None
+
+    def _quantize(self, w_ENK: Tensor, importance_EK: Tensor | None, global_scale_E: Tensor | None) -> QuantTensor:
+        """Quantize matrices, or whole groups of them.
+
+        Args:
+            w_ENK: the weights, finite and contiguous, float32.
+            importance_EK: how much the squared error of each column counts, float32; None for all alike.
+            global_scale_E: what :meth:`_global_scale` returned.
+        """
         raise AssertionError(f"{type(self).__name__} does not quantize")
 
     def _expand(self, scales: Tensor, w_NK: Tensor) -> Tensor:
         return expand_groups(scales, self.encoding, w_NK.shape)
+
+
+def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) -> list[tuple[Tile, T]]:
+    """Call a function for each tile of matrices, side by side on the cores of a CPU; elsewhere for all of them at once.
+
+    Args:
+        function: gets slices of ``w_ENK``, which cut no group and no byte. To torch it is one thread: threads that
+            share operations would wait for each other after each of hundreds.
+        w_ENK: the matrices, or others of their shape.
+        encoding: how they are stored.
+
+    Returns:
+        Each tile with the result.
+    """
+    tiles = _tiles(w_ENK, encoding)
+    before = torch.get_num_threads()
+    threads = min(before, len(tiles))
+    if threads < 2:
+        return [(tile, function(tile)) for tile in tiles]
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # a new thread's first call takes the number that was set last, in any thread
+
+    try:
+        with ThreadPoolExecutor(threads, initializer=alone) as pool:
+            return [*zip(tiles, pool.map(function, tiles), strict=True)]
+    finally:
+        torch.set_num_threads(before)  # for threads that begin later
+
+
+def _tiles(w_ENK: Tensor, encoding: Encoding) -> list[Tile]:
+    stack, rows, columns = w_ENK.shape
+    g = encoding.granularity
+    if w_ENK.device.type != "cpu" or not isinstance(g, PerGroup | PerChannel) or w_ENK.numel() <= _TILE:
+        return [(slice(0, stack), slice(0, rows), slice(0, columns))]
+    n, k = (g.n, math.lcm(g.k, 2)) if isinstance(g, PerGroup) else (1, columns)
+    width = min(columns, max(_TILE // n // k, 1) * k)
+    height = max(_TILE // width // n, 1) * n
+    return [
+        (slice(e, e + 1), slice(top, min(top + height, rows)), slice(left, min(left + width, columns)))
+        for e in range(stack)
+        for top in range(0, rows, height)
+        for left in range(0, columns, width)
+    ]
 
 
 def group_reduce(w_NK: Tensor, encoding: Encoding, reduce: Literal["amax", "amin", "sum"] = "amax") -> Tensor:
@@ -124,7 +204,7 @@ def group_reduce(w_NK: Tensor, encoding: Encoding, reduce: Literal["amax", "amin
 def best_scales(
     w_NK: Tensor,
     encoding: Encoding,
-    candidates: Iterable[Tensor],
+    candidates: Sequence[Tensor] | Tensor,
     rounded: Callable[[Tensor], Tensor],
     importance_K: Tensor | None = None,
 ) -> Tensor:
@@ -137,43 +217,27 @@ def best_scales(
         rounded: quotients to the nearest numbers of the element; it may overwrite them.
         importance_K: ``[..., K]``, what the squared error of a column counts.
     """
-
-    def by_row(values: Tensor) -> Tensor:
-        blocks = _blocks(values, encoding, 0.0)
-        return blocks.reshape(-1, *blocks.shape[-2:])
-
-    blocks = by_row(w_NK)
-    weights = None
-    if importance_K is not None:
-        weights = by_row(importance_K[..., None, :].expand_as(w_NK))
+    blocks = _blocks(w_NK, encoding, 0.0)
+    weights = None if importance_K is None else _blocks(importance_K[..., None, :].expand_as(w_NK), encoding, 0.0)
     # Groups are brought to [0.5, 1) by a power of 2, so that no square overflows or vanishes.
     amax = blocks.abs().amax(-1)
     unit = torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent)
-    candidates = list(candidates)
-    steps = torch.stack([c.reshape(unit.shape) for c in candidates])
+    scaled, quotients = blocks / unit[..., None], torch.empty_like(blocks)
+    least, best = torch.full_like(amax, torch.inf), candidates[0]
+    for step in candidates:
+        spread = (step / unit)[..., None]
+        error = rounded(torch.div(scaled, spread, out=quotients)).mul_(spread).sub_(scaled).square_()
+        if weights is not None:
+            error *= weights
+        error = error.sum(-1)
+        best = torch.where(error < least, step, best)
+        least = torch.minimum(error, least)
+    return best
 
-    def search(first: int) -> Tensor:
-        part = slice(first, first + rows)
-        scaled, least, best = blocks[part] / unit[part, ..., None], None, steps[0, part]
-        for step in steps[:, part]:
-            spread = (step / unit[part])[..., None]
-            error = rounded(scaled / spread).mul_(spread).sub_(scaled).square_()
-            if weights is not None:
-                error *= weights[part]
-            error = error.sum(-1)
-            if least is None:
-                least = error
-                continue
-            best = torch.where(error < least, step, best)
-            least = torch.minimum(error, least)
-        return best
 
-    rows = max(1, _CHUNK // blocks.shape[1:].numel() if w_NK.device.type == "cpu" else len(blocks))
-    firsts = range(0, len(blocks), rows)
-    if len(firsts) < 2:
-        return torch.cat([search(first) for first in firsts] or [unit]).view(candidates[0].shape)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return torch.cat(list(pool.map(search, firsts))).view(candidates[0].shape)
+def _largest(w_ENK: Tensor) -> Tensor:
+    """The largest magnitude in each matrix, as float32; NaN if there is one."""
+    return w_ENK.float().abs().amax((-2, -1))
 
 
 def _blocks(w_NK: Tensor, encoding: Encoding, padding: float) -> Tensor:

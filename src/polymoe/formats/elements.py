@@ -28,7 +28,7 @@ __all__ = [
     "encode_e8m0",
     "encode_scale",
     "pack_nibbles",
-    "round_e2m1",
+    "round_e2m1_",
     "unpack_nibbles",
 ]
 
@@ -43,9 +43,6 @@ SCALE_DTYPES = Dtypes(
 )
 """Dtype of scales by its name in an Encoding."""
 
-# Halfway points between neighbouring magnitudes: entry i lies between codes i and i + 1.
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
 
 def pack_nibbles(values: Tensor) -> Tensor:
     """Pack two 4-bit codes into a byte, the even column in the low nibble: uint8 ``[..., K]`` to uint8 ``[..., K/2]``.
@@ -55,7 +52,8 @@ def pack_nibbles(values: Tensor) -> Tensor:
     """
     if values.shape[-1] % 2:
         raise FormatError("4-bit codes", expected="an even number of columns", got=str(list(values.shape)))
-    return values[..., 0::2] | (values[..., 1::2] << 4)
+    pairs = values.contiguous().view(torch.int16)  # the even column in the low byte
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
@@ -106,19 +104,22 @@ def encode_e2m1(values: Tensor) -> Tensor:
 
     ``values`` must not contain NaN.
     """
+    # From 0 to 2 codes are 0.5 apart, from 2 to 4 they are 1 apart, from 4 to 6 they are 2 apart: three roundings, the
+    # last two of which add 2 each below their part.
     magnitudes = values.abs()
-    codes = torch.signbit(values).to(torch.uint8) << 3
-    for lower, midpoint in enumerate(_E2M1_MIDPOINTS):
-        codes += magnitudes >= midpoint if lower % 2 else magnitudes > midpoint  # a tie rounds up from an odd code
-    return codes
+    codes = magnitudes.clamp(max=2).mul_(2).round_()
+    codes += magnitudes.clamp(2, 4).round_()
+    codes += magnitudes.clamp_(4, 6).mul_(0.5).round_()
+    codes -= torch.full_like(values, 4).copysign_(values)  # adds 8 - 4 for a sign, -0.0's too
+    return codes.to(torch.int32).to(torch.uint8)  # several times faster than at once
 
 
-def round_e2m1(values: Tensor) -> Tensor:
-    """The number of :func:`encode_e2m1`'s code for each value, in a quarter of the time of encoding and decoding."""
-    magnitudes = values.abs().clamp_max_(6.0)
-    # Numbers are 0.5 apart below 2, then 1, then 2: half the power of 2 below them.
-    power = (magnitudes.clamp_min(1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(0.5)
-    return magnitudes.div_(power).round_().mul_(power).copysign_(values)
+def round_e2m1_(magnitudes: Tensor) -> Tensor:
+    """Overwrite float32 numbers, 0 or more, with those of :func:`encode_e2m1`'s codes."""
+    magnitudes.clamp_max_(6.0)
+    # Numbers are 0.5 apart below 2, then 1, then 2. A float32 sum of 1.5 * 2**23 times as much is rounded to that.
+    power = magnitudes.clamp_min(1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+    return magnitudes.add_(power, alpha=1.5 * 2.0**22).sub_(power, alpha=1.5 * 2.0**22)
 
 
 def encode_e4m3(values: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ class Float16(Format):
     __slots__ = ()
     elements: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
 
-    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
-        codes = w_NK.to(CODE_DTYPES[self.encoding.element])
+    def _quantize(self, w_ENK: Tensor, importance_EK: Tensor | None, global_scale_E: Tensor | None) -> QuantTensor:
+        codes = w_ENK.to(CODE_DTYPES[self.encoding.element])
         if not bool(torch.isfinite(codes).all()):
             largest = torch.finfo(codes.dtype).max
             raise FormatError(
-                f"{self.name}.quantize", expected=f"weights up to {largest:g}", got=f"{w_NK.abs().max():g}"
+                f"{self.name}.quantize", expected=f"weights up to {largest:g}", got=f"{w_ENK.abs().max():g}"
             )
         return QuantTensor(codes, self.encoding)

@@ -26,8 +26,8 @@ class Fp8(Format):
     elements: ClassVar[tuple[str, ...]] = ("e4m3",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
-    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
+    def _quantize(self, w_ENK: Tensor, importance_EK: Tensor | None, global_scale_E: Tensor | None) -> QuantTensor:
         assert self.encoding.scale_dtype is not None
-        scales = encode_scale(divide(group_reduce(w_NK.abs(), self.encoding), 448.0), self.encoding.scale_dtype)
-        codes = encode_e4m3(w_NK / self._expand(decode_scale(scales), w_NK))
+        scales = encode_scale(divide(group_reduce(w_ENK.abs(), self.encoding), 448.0), self.encoding.scale_dtype)
+        codes = encode_e4m3(w_ENK / self._expand(decode_scale(scales), w_ENK))
         return QuantTensor(codes, self.encoding, scales)

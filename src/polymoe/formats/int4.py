@@ -28,24 +28,24 @@ class Int4(Format):
     elements: ClassVar[tuple[str, ...]] = ("int4",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
-    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
+    def _quantize(self, w_ENK: Tensor, importance_EK: Tensor | None, global_scale_E: Tensor | None) -> QuantTensor:
         # The range always holds 0, so that a zero weight stays exactly zero.
-        high = group_reduce(w_NK, self.encoding).clamp_min(0)
-        low = group_reduce(w_NK, self.encoding, "amin").clamp_max(0)
+        high = group_reduce(w_ENK, self.encoding).clamp_min(0)
+        low = group_reduce(w_ENK, self.encoding, "amin").clamp_max(0)
         dtype = self.encoding.scale_dtype
         assert dtype is not None
         asymmetric = self.encoding.zero_points
         least = divide(high, 15) - divide(low, 15) if asymmetric else torch.maximum(divide(high, 7), -low / 8)
         scales = encode_scale(least, dtype)
         if not asymmetric and dtype != "e8m0":
-            scales = self._search(w_NK, high, low, scales, importance_K)
+            scales = self._search(w_ENK, high, low, scales, importance_EK)
         steps = decode_scale(scales)
         zeros = (-low / steps).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
-        codes = (w_NK / self._expand(steps, w_NK)).round() + self._expand(zeros, w_NK)
+        codes = (w_ENK / self._expand(steps, w_ENK)).round() + self._expand(zeros, w_ENK)
         codes = pack_nibbles(codes.clamp(0, 15).to(torch.uint8))
         return QuantTensor(codes, self.encoding, scales, zero_points=zeros.to(torch.uint8) if asymmetric else None)
 
-    def _search(self, w_NK: Tensor, high: Tensor, low: Tensor, scales: Tensor, importance_K: Tensor | None) -> Tensor:
+    def _search(self, w_ENK: Tensor, high: Tensor, low: Tensor, scales: Tensor, importance_EK: Tensor | None) -> Tensor:
         """Better scales, if there are, than those that clip nothing.
 
         The integers reach to -8, but only to 7: a scale with the sign that sends the largest weight to the negative
@@ -53,8 +53,7 @@ class Int4(Format):
         """
         assert self.encoding.scale_dtype is not None
         amax, sign = torch.maximum(high, -low), torch.where(high > -low, -1.0, 1.0)
-        candidates = [decode_scale(scales)]
-        for largest in _LARGEST:
-            candidates.append(sign * decode_scale(encode_scale(divide(amax, largest), self.encoding.scale_dtype)))
-        steps = best_scales(w_NK, self.encoding, candidates, lambda x: x.round_().clamp_(-8, 7), importance_K)
+        least = torch.stack([divide(amax, largest) for largest in _LARGEST])
+        candidates = [decode_scale(scales), *(sign * decode_scale(encode_scale(least, self.encoding.scale_dtype)))]
+        steps = best_scales(w_ENK, self.encoding, candidates, lambda x: x.round_().clamp_(-8, 7), importance_EK)
         return steps.to(scales.dtype)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from polymoe.formats.base import Format, best_scales, group_reduce
-from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles, round_e2m1
+from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles, round_e2m1_
 from polymoe.formats.tensor import QuantTensor
 
 if TYPE_CHECKING:
@@ -29,18 +29,22 @@ class Nvfp4(Format):
     elements: ClassVar[tuple[str, ...]] = ("e2m1",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("e4m3",)
 
-    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
-        global_scale = encode_scale(divide(w_NK.abs().amax((-2, -1)), _LARGEST), "float32")
-        w = w_NK / global_scale[..., None, None]
-        amax = group_reduce(w.abs(), self.encoding)
+    def _global_scale(self, amax_E: Tensor) -> Tensor:
+        return encode_scale(divide(amax_E, _LARGEST), "float32")
+
+    def _quantize(self, w_ENK: Tensor, importance_EK: Tensor | None, global_scale_E: Tensor | None) -> QuantTensor:
+        assert global_scale_E is not None
+        w = w_ENK / global_scale_E[:, None, None]
+        magnitudes = w.abs()
+        amax = group_reduce(magnitudes, self.encoding)
         # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
         least = torch.where(amax == 0, torch.ones_like(amax), divide(amax, 6.0).clamp_min(2.0**-9))
         # The scale that puts the largest weight on 6, and its neighbours: it may be clipped, or come to lie on 4.
         near = encode_e4m3(least).view(torch.uint8).int()
-        candidates = [_e4m3(near + step).float() for step in _STEPS]
-        scales = encode_e4m3(best_scales(w, self.encoding, candidates, round_e2m1, importance_K))
+        candidates = _e4m3(torch.stack([near + step for step in _STEPS])).float()
+        scales = encode_e4m3(best_scales(magnitudes, self.encoding, candidates, round_e2m1_, importance_EK))
         codes = encode_e2m1(w / self._expand(scales.float(), w))
-        return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale)
+        return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale_E)
 
 
 def _e4m3(codes: Tensor) -> Tensor:

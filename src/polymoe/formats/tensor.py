@@ -207,17 +207,20 @@ class QuantTensor:
             )
 
     @classmethod
-    def empty(cls, encoding: Encoding, rows: int, columns: int, device: torch.device | str) -> QuantTensor:
-        """Return a matrix ``[rows, columns]`` on ``device`` whose parts hold anything."""
-        shape = encoding.codes_shape(rows, columns)
+    def empty(
+        cls, encoding: Encoding, rows: int, columns: int, device: torch.device | str, *, stack: int | None = None
+    ) -> QuantTensor:
+        """Return a matrix ``[rows, columns]`` on ``device`` whose parts hold anything, or a stack of them."""
+        lead = () if stack is None else (stack,)
+        shape = (*lead, *encoding.codes_shape(rows, columns))
         parts = {"codes": torch.empty(shape, dtype=CODE_DTYPES[encoding.element], device=device)}
         if encoding.granularity is not None and encoding.scale_dtype is not None:
-            grid = encoding.granularity.scale_shape(rows, columns)
+            grid = (*lead, *encoding.granularity.scale_shape(rows, columns))
             parts["scales"] = torch.empty(grid, dtype=SCALE_DTYPES[encoding.scale_dtype], device=device)
             if encoding.zero_points:
                 parts["zero_points"] = torch.empty(grid, dtype=torch.uint8, device=device)
         if encoding.global_scale:
-            parts["global_scale"] = torch.empty((), dtype=torch.float32, device=device)
+            parts["global_scale"] = torch.empty(lead, dtype=torch.float32, device=device)
         return cls(encoding=encoding, **parts)
 
     @staticmethod
