@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polymoe import formats as formats
     from polymoe.checkpoint import Checkpoint, write_checkpoint
-    from polymoe.engines.transformers import PolymoeConfig, install, load, uninstall
+    from polymoe.engines.transformers import PolymoeConfig, install, load, refit, uninstall
     from polymoe.errors import (
         ArgumentError,
         CheckpointError,
@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "problem.activations": ("GeGLU", "ReLU2", "SwiGLU"),
     "checkpoint": ("Checkpoint", "write_checkpoint"),
-    "engines.transformers": ("PolymoeConfig", "install", "load", "uninstall"),
+    "engines.transformers": ("PolymoeConfig", "install", "load", "refit", "uninstall"),
     "errors": (
         "ArgumentError",
         "CheckpointError",
@@ -98,6 +98,7 @@ __all__ = [
     "install",
     "load",
     "load_experts",
+    "refit",
     "uninstall",
     "write_checkpoint",
 ]

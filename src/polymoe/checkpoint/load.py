@@ -178,7 +178,8 @@ class Checkpoint:
         self.moe.place(layer)
         # find(), not layer(): its message names the tensors that are not here.
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
-        spec = shard_spec(self._whole(stored), shard, uneven=self.family.uneven_tp)
+        whole = self._whole(stored)
+        spec = shard_spec(whole, shard, uneven=self.family.uneven_tp)
         # Before anybody allocates memory for as many experts as the config says.
         if (layer, spec.local_range) not in self._alike:
             stored.check_experts(self.files, spec.local_range)
@@ -188,7 +189,7 @@ class Checkpoint:
             index = spec.first_expert + e
             expert = stored.read(self.files, index, check=check)
             if self.experts is not None:  # whole, before it is sliced, so that every rank has the same codes
-                expert = quantize_expert(expert, self.experts, partial(stored.where, expert=index), device=device)
+                expert = quantize_expert(expert, whole.encodings, partial(stored.where, expert=index), device=device)
             return shard_expert(expert, shard, uneven=self.family.uneven_tp)
 
         return ExpertWeights(spec, read, partial(read, check=False))

@@ -31,7 +31,7 @@ from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
 from polymoe.errors import ArgumentError, CheckpointError
-from polymoe.formats import QuantTensor
+from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.base import Tile, map_tiles
 from polymoe.problem.tensors import Expert
 
@@ -332,7 +332,8 @@ class _Job:
         def quantized(e: int) -> Expert:
             before = source.read(c.files, e)
             where = partial(source.where, expert=e)
-            return report.note(e, before, quantize_expert(before, self.format, where, importance=report.importance(e)))
+            encodings = dict.fromkeys(before.projections, FORMATS[self.format].encoding)
+            return report.note(e, before, quantize_expert(before, encodings, where, importance=report.importance(e)))
 
         def tensors(expert: Expert, e: int) -> dict[str, Tensor]:
             found = dict(expert_tensors(stored, expert, e))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, nearest
-from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
+from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor, format_of
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.tensors import Expert, ExpertsSpec
 
@@ -73,7 +73,7 @@ def _divides(spec: ExpertsSpec, encoding: Encoding) -> bool:
 
 def quantize_expert(
     expert: Expert,
-    format: str,
+    encodings: Mapping[str, Encoding],
     where: Callable[[str], str],
     *,
     device: torch.device | str | None = None,
@@ -83,7 +83,7 @@ def quantize_expert(
 
     Args:
         expert: in 16 bits.
-        format: the name of one of :data:`QUANTIZED_FORMATS`.
+        encodings: of each projection, with scales that :func:`~polymoe.formats.format_of` quantizes to.
         where: the name of a projection's tensor, for errors.
         device: where it is done, and where the result is; None is the expert's own.
         importance: how much the squared error of each column counts: ``gate_up`` [H], ``down`` [F]; None for all alike.
@@ -93,17 +93,16 @@ def quantize_expert(
     """
     if device is not None:
         expert = expert.to(device)
-    form = FORMATS[format]
     weights = {name: q.codes for name, q in expert.projections.items()}
 
     def one(name: str, values: Tensor) -> QuantTensor:
         part = "down" if name == "down" else "gate_up"
         try:
-            return form.quantize(values, None if importance is None else importance[part])
+            return format_of(encodings[name]).quantize(values, None if importance is None else importance[part])
         except FormatError as error:
             raise FormatError(where(name), expected=error.expected, got=error.got, hint=error.hint) from error
 
-    if form.encoding.global_scale and "gate" in weights:
+    if encodings["up"].global_scale and "gate" in weights:
         both = one("gate", torch.cat([weights.pop("gate"), weights.pop("up")]))
         rows = both.shape[0] // 2
         found = {"gate": both.rows(0, rows), "up": both.rows(rows, 2 * rows), "down": one("down", weights["down"])}

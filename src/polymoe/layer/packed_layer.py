@@ -167,12 +167,26 @@ class PackedLayer:
         else:
             self._register(module, self.plans.packed(tensors))
 
-    def update(self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool) -> None:
-        """Refill the tensors in place; see :meth:`polymoe.layer.experts.FusedExperts.update`."""
+    def update(self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool, last: bool = True) -> None:
+        """Refill the tensors in place; see :meth:`polymoe.layer.experts.FusedExperts.update`.
+
+        Without ``last``, calls are refused until :meth:`resume`, as other layers are not updated yet.
+        """
         with self._updates:
             runtime = self.runtime(module)
-            self.refill(runtime, weights, check=check, begin=lambda: self._begin(runtime, wait=wait))
-            self.incomplete = runtime.incomplete = False
+            self.refill(runtime, weights, check=check, begin=lambda: self._suspend(runtime, wait=wait))
+            if last:
+                self.incomplete = runtime.incomplete = False
+
+    def suspend(self, module: nn.Module, *, wait: bool) -> None:
+        """Refuse calls until :meth:`resume`, or an update that is the last of a model's."""
+        with self._updates:
+            self._suspend(self.runtime(module), wait=wait)
+
+    def resume(self, module: nn.Module) -> None:
+        """Take calls again: all layers of the model have been updated."""
+        with self._updates:
+            self.incomplete = self.runtime(module).incomplete = False
 
     def refill(
         self, runtime: LayerRuntime, weights: ExpertWeights, *, check: bool, begin: Callable[[], None] = lambda: None
@@ -213,7 +227,7 @@ class PackedLayer:
             for name, dtype in self.plans.parts
         ]
 
-    def _begin(self, runtime: LayerRuntime, *, wait: bool) -> None:
+    def _suspend(self, runtime: LayerRuntime, *, wait: bool) -> None:
         """Refuse calls from now on; with ``wait``, return when those that had begun have ended."""
         self.incomplete = runtime.incomplete = True
         if wait:

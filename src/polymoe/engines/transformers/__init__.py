@@ -9,6 +9,7 @@ The modules, each of which imports only from those below it (``tests/test_import
     loading            load, install, uninstall, PolymoeConfig
     dequantized        the same checkpoints without packing, to compare with
     quantizer          the hooks that Transformers calls around loading
+    refit              new weights for a packed model, in place
     weights            models from tensors that polymoe reads, instead of files
     dense_quantizer    Transformers' own quantizer for what is not an expert
     experts_interface  ``experts_implementation="polymoe"`` for unquantized models
@@ -34,6 +35,7 @@ from polymoe.engines.transformers.experts_interface import register
 from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import PolymoeConfig, install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
+from polymoe.engines.transformers.refit import refit
 from polymoe.engines.transformers.tokenizer import load_tokenizer
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "install",
     "load",
     "load_tokenizer",
+    "refit",
     "uninstall",
 ]
 

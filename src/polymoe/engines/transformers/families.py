@@ -27,6 +27,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.architectures.experts import expert_groups
 from polymoe.checkpoint.architectures.interface import has_interface
 from polymoe.checkpoint.moe_config import MoeConfig
+from polymoe.checkpoint.plain_experts import PlainExperts
 from polymoe.common.units import format_ranges
 from polymoe.engines.transformers.contract import checked_call
 from polymoe.errors import UnsupportedProblem
@@ -81,11 +82,13 @@ class PackedExperts(nn.Module):
     Attributes:
         fused: the experts, or this rank's part of them.
         num_experts: how many experts a rank has, which Transformers' expert parallelism reads.
+        plain: how they are named in 16 bits, for :func:`~polymoe.engines.transformers.refit.refit`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fused: FusedExperts | None = None
+        self.plain: PlainExperts | None = None
         self.num_experts = 0
         self.register_load_state_dict_pre_hook(_refuse_state_dict)
 

@@ -1,0 +1,158 @@
+"""refit: new weights for a model that polymoe.load has packed, in place, as a trainer sends them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.arrangement import Arrangement, Fused
+from polymoe.checkpoint.plain_experts import PlainExperts
+from polymoe.engines.transformers.families import PackedExperts
+from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, nearest
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.refit import IncomingExperts, listed
+
+__all__ = ["refit"]
+
+
+def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = False) -> None:
+    """Give a model that :func:`load` has packed new weights, in place, while it is loaded.
+
+    Experts in 16 bits are quantized to the format in which their layer is held, on its device and one at a time, as
+    :func:`load` does with ``experts=``; every other tensor is copied. Addresses stay, so that captured CUDA graphs
+    compute with the new weights.
+
+    Until every tensor has come, calls of the model's experts raise :class:`~polymoe.PlanError`, also after an error;
+    another refit of all tensors ends that. A CUDA graph cannot raise: do not replay one meanwhile.
+
+    Args:
+        model: from :func:`load`, ``from_pretrained`` with :class:`PolymoeConfig`, or :func:`install`.
+        tensors: each parameter and persistent buffer of the model once, under the model's own names; those of experts
+            in bfloat16 or float16, under the names that the model's checkpoints or Transformers give them.
+        check: compare packed experts with what was quantized, and results of a few with the reference.
+
+    Raises:
+        UnsupportedProblem: for a model without packed experts, one that is split among ranks outside its experts, or
+            with experts in host memory; for static scales of inputs, and for formats that polymoe only reads. Nothing
+            is changed then.
+        CheckpointError: for a tensor that is missing, that comes twice, or that the model does not have.
+        FormatError: for a tensor of another dtype or shape, or with numbers that are not finite.
+        PlanError: if scales of the new experts reach further than those that a layer was planned for.
+    """
+    layers = _layers(model)
+    arriving = {name: _incoming(name, module) for name, module in layers.items()}
+    index = _index(layers)
+    others = _Others(model)
+    for module in layers.values():
+        module.fused._layer.suspend(module.fused, wait=True)
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise CheckpointError(name, expected="each tensor once in a refit", got="a second one")
+        seen.add(name)
+        if name not in index:
+            others.copy(name, tensor)
+            continue
+        layer, part, expert, arrangements = index[name]
+        plain: PlainExperts = layers[layer].plain
+        found = [(part, expert, tensor)] if not arrangements else plain.split(arrangements, part, tensor, name)
+        spec = layers[layer].fused.problem.spec
+        if layer not in arriving and any(e in spec.local_range for _, e, _ in found):
+            raise CheckpointError(name, expected="each expert once in a refit", got="a second one under another name")
+        for one, e, part_of_it in found:
+            if e in spec.local_range:
+                arriving[layer].put(one, e - spec.first_expert, part_of_it, name)
+        if layer in arriving and arriving[layer].complete:
+            fused = layers[layer].fused
+            fused._layer.update(fused, arriving.pop(layer).weights(), check=check, wait=False, last=False)
+    for experts in arriving.values():
+        experts.require_complete()
+    others.require_all()
+    for module in layers.values():
+        module.fused._layer.resume(module.fused)
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """The packed experts modules of ``model`` by name, all of which can be refilled."""
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, PackedExperts)}
+    if not layers:
+        raise UnsupportedProblem(
+            "refit",
+            expected="a model with packed experts",
+            got="none",
+            hint="load_state_dict gives other models new weights",
+        )
+    for name, module in layers.items():
+        if not isinstance(module.fused, FusedExperts):
+            raise UnsupportedProblem(
+                f"refit of {name}",
+                expected="experts on the GPU",
+                got="experts in host memory",
+                hint="load the model without expert_memory",
+            )
+    return layers
+
+
+def _incoming(name: str, module: Any) -> IncomingExperts:
+    fused, plain = module.fused, module.plain
+    return IncomingExperts(
+        name, fused.problem, plain.whole, device=fused.device, shard=plain.shard, uneven=plain.uneven
+    )
+
+
+def _index(layers: dict[str, Any]) -> dict[str, tuple[str, str, int, list[Arrangement]]]:
+    """By the name of each tensor of experts: their module, the part, the expert, and arrangements of stacked ones."""
+    index: dict[str, tuple[str, str, int, list[Arrangement]]] = {}
+    for layer, module in layers.items():
+        for name, arrangement, part, expert in module.plain.names():
+            stacked = isinstance(arrangement, Fused)
+            found = index.setdefault(name, (layer, part, expert, []))
+            if stacked:
+                found[3].append(arrangement)
+    return index
+
+
+class _Others:
+    """The tensors of a model outside its experts, which are overwritten."""
+
+    def __init__(self, model: Any) -> None:
+        self._tensors: dict[str, Tensor] = model.state_dict()
+        split = [name for name, tensor in self._tensors.items() if hasattr(tensor, "device_mesh")]
+        if split:
+            raise UnsupportedProblem("refit", expected="whole matrices outside the experts", got=f"{split[0]}, split")
+        patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
+        self._ignored = [re.compile(pattern) for pattern in patterns]
+        self._copied: set[int] = set()
+
+    @torch.no_grad()
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """Copy ``tensor`` over the model's of this name."""
+        own = self._tensors.get(name)
+        if own is None:
+            if any(pattern.search(name) for pattern in self._ignored):
+                return
+            raise CheckpointError(name, expected="a tensor of the model", got="none of this name",
+                                  hint=nearest(name, tuple(self._tensors)))  # fmt: skip
+        if tensor.shape != own.shape or tensor.is_floating_point() != own.is_floating_point() or own.itemsize == 1:
+            raise FormatError(
+                name, expected=f"{own.dtype} {list(own.shape)}", got=f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise FormatError(name, expected="finite numbers", got="NaN or infinity")
+        own.copy_(tensor)
+        self._copied.add(own.data_ptr())
+
+    def require_all(self) -> None:
+        """Raise CheckpointError if one was not copied; of tied ones, which share memory, one is enough."""
+        missing = [name for name, own in self._tensors.items() if own.data_ptr() not in self._copied and own.numel()]
+        if missing:
+            raise CheckpointError(
+                "refit",
+                expected="every tensor of the model",
+                got=f"none for {listed(missing)}",
+                hint="send all of them again",
+            )

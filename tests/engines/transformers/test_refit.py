@@ -1,0 +1,179 @@
+"""polymoe.refit: a packed model gets the weights that a trainer has, and answers as one that is loaded with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedProblem
+
+pytest.importorskip("transformers")
+
+import polymoe
+from polymoe.checkpoint.quantized import QUANTIZED_FORMATS
+from support.requantized import write
+from support.stacked import MODELS
+
+Tensors = dict[str, Tensor]
+NAME = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
+
+
+@pytest.fixture(scope="module")
+def trained(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model after a step of training."""
+    path = tmp_path_factory.mktemp("trained")
+    for file in bf16.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(3)
+    tensors = tensors_of(bf16)
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * 0.02 * tensor.float().std()
+        tensors[name] = (tensor + noise.nan_to_num()).to(tensor.dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def tensors_of(path: Path) -> Tensors:
+    return load_file(path / "model.safetensors")
+
+
+def logits(model: Any) -> Tensor:
+    ids = torch.arange(16).view(2, 8) % 10
+    with torch.inference_mode():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("format", QUANTIZED_FORMATS)
+def test_answers_are_those_of_a_fresh_load(bf16: Path, trained: Path, format: str) -> None:
+    """Three times, at the same addresses."""
+    model, _ = polymoe.load(bf16, experts=format, device="cpu")
+    fresh = {path: logits(polymoe.load(path, experts=format, device="cpu")[0]) for path in (bf16, trained)}
+    assert not torch.equal(fresh[bf16], fresh[trained])
+    addresses = {name: tensor.data_ptr() for name, tensor in model.named_buffers() if ".packed_" in name}
+    assert addresses
+    for path in (trained, bf16, trained):
+        polymoe.refit(model, tensors_of(path).items(), check=True)
+        assert torch.equal(logits(model), fresh[path])
+    assert {n: t.data_ptr() for n, t in model.named_buffers() if ".packed_" in n} == addresses
+
+
+def test_stacked_experts_as_transformers_names_them(bf16: Path, trained: Path) -> None:
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    tensors = tensors_of(trained)
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: torch.stack([tensors.pop(f"{name}.{e}.{part}_proj.weight") for e in range(5)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{name}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{name}.down_proj"] = parts["down"]
+    polymoe.refit(model, tensors.items())
+    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="mxfp4", device="cpu")[0]))
+
+
+def test_gpt_oss_with_biases_and_alternating_rows() -> None:
+    """Its own weights, dequantized to the names of its releases in BF16: MXFP4 finds the same numbers again."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    path = MODELS / "sums-gpt-oss-mxfp4"
+    model, _ = polymoe.load(path, device="cpu")
+    before = logits(model)
+    plain = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=Mxfp4Config(dequantize=True), trust_remote_code=False
+    )
+    polymoe.refit(model, plain.state_dict().items(), check=True)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-2)
+    changed = {n: t.flip(0) if n.endswith("gate_up_proj_bias") else t for n, t in plain.state_dict().items()}
+    polymoe.refit(model, changed.items())
+    assert not torch.equal(logits(model), before)
+
+
+def missing_expert(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    return iter([(name, tensor) for name, tensor in tensors.items() if name != NAME])
+
+
+def missing_layer(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    return iter([(name, tensor) for name, tensor in tensors.items() if ".layers.2.mlp.experts." not in name])
+
+
+def missing_norm(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    return iter([(name, tensor) for name, tensor in tensors.items() if name != "model.norm.weight"])
+
+
+def doubled(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from tensors.items()
+    yield NAME, tensors[NAME]
+
+
+def with_nan(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    broken = tensors[NAME].clone()
+    broken[3, 4] = float("nan")
+    yield from {**tensors, NAME: broken}.items()
+
+
+def of_another_shape(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from {**tensors, NAME: tensors[NAME].T.contiguous()}.items()
+
+
+def in_float32(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from {**tensors, NAME: tensors[NAME].float()}.items()
+
+
+def unknown(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from {**tensors, "model.layers.2.mlp.experts.3.up_prj.weight": tensors[NAME]}.items()
+
+
+def interrupted(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from list(tensors.items())[: len(tensors) // 2]
+    raise ConnectionError("the trainer is gone")
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "said"),
+    [
+        (missing_expert, CheckpointError, r"layers\.2\.mlp\.experts: .*got none for up of expert 3"),
+        (missing_layer, CheckpointError, r"layers\.2\.mlp\.experts: .*gate of expert 0.* and 10 more"),
+        (missing_norm, CheckpointError, r"got none for model\.norm\.weight"),
+        (doubled, CheckpointError, rf"{NAME}: expected each tensor once"),
+        (with_nan, FormatError, rf"{NAME}: expected finite .*NaN"),
+        (of_another_shape, FormatError, rf"{NAME}: expected shape \["),
+        (in_float32, FormatError, rf"{NAME}: expected bfloat16 or float16, got torch.float32"),
+        (unknown, CheckpointError, r"3\.up_prj\.weight: expected a tensor of the model"),
+        (interrupted, ConnectionError, "the trainer is gone"),
+    ],
+)
+def test_half_a_refit_is_named_and_unusable(
+    bf16: Path,
+    trained: Path,
+    stream: Callable[[Tensors], Iterator[tuple[str, Tensor]]],
+    error: type[Exception],
+    said: str,
+) -> None:
+    model, _ = polymoe.load(bf16, experts="nvfp4", device="cpu")
+    with pytest.raises(error, match=said):
+        polymoe.refit(model, stream(tensors_of(trained)))
+    with pytest.raises(PlanError, match="expected weights of one whole update, got a mixture"):
+        logits(model)
+    polymoe.refit(model, tensors_of(trained).items())
+    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="nvfp4", device="cpu")[0]))
+
+
+def test_what_cannot_be_refitted_is_refused_before_anything_changes(bf16: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(bf16, trust_remote_code=False)
+    with pytest.raises(UnsupportedProblem, match="expected a model with packed experts"):
+        polymoe.refit(plain, {}.items())
