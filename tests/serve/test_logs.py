@@ -124,7 +124,8 @@ def test_throughput_is_logged_while_there_are_requests(server: Running, caplog: 
         request = InFlight(prompt_tokens=1000)
         metrics.in_flight.add(request)
         metrics.started(request)
-        metrics.generated(request, 50)
+        for _ in range(50):
+            metrics.generated(request)
         metrics.in_flight.add(InFlight())
         await asyncio.sleep(0.06)
         metrics.answered(request, "/v1/completions", 200)

@@ -59,13 +59,8 @@ class ModelServer:
     Args:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         name: the model's name in requests and answers.
-        max_tokens: maximum number of tokens in an answer; None if only the context limits it.
-        continuous_batching: whether requests share forward passes, which needs CUDA; None for wherever that is faster.
-        graphs: replay small steps of continuous batching from CUDA graphs; None means wherever possible.
-        cache_memory: share of the GPU's free memory for keys and values of continuous batching; None is Transformers'
-            default.
-        temperature: of requests that name none; None is the checkpoint's own.
-        page: answer ``/`` with a page to chat in.
+        max_tokens, continuous_batching, graphs, cache_memory, temperature, page: as in
+            :class:`~polymoe.serve.lifecycle.ServerOptions`.
 
     Attributes:
         app: the ASGI application.

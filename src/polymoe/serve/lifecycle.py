@@ -54,7 +54,9 @@ class ServerOptions:
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: whether requests share forward passes (CUDA only); otherwise they run one after the other.
             None is wherever that is faster.
-        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
+        graphs: replay small steps of continuous batching from CUDA graphs; None means wherever possible.
+        cache_memory: share of the GPU's free memory for keys and values of continuous batching; None is Transformers'
+            default.
         temperature: of requests that name none; None is the checkpoint's own.
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
         page: answer ``/`` with a page to chat in.

@@ -95,14 +95,14 @@ class ServerMetrics:
         self._prompt_tokens.inc(request.prompt_tokens)
         self.prompt_tokens += request.prompt_tokens
 
-    def generated(self, request: InFlight, tokens: int = 1) -> None:
-        """Record tokens of an answer."""
-        if tokens and request.first_token_s is None:
+    def generated(self, request: InFlight) -> None:
+        """Record a token of an answer."""
+        if request.first_token_s is None:
             request.first_token_s = time.monotonic()
             self._first.observe(request.first_token_s - request.arrived_s)
-        request.new_tokens += tokens
-        self.new_tokens += tokens
-        self._new_tokens.inc(tokens)
+        request.new_tokens += 1
+        self.new_tokens += 1
+        self._new_tokens.inc()
 
     def ended(self, request: InFlight) -> None:
         """Record that the model has finished with a request."""
