@@ -78,7 +78,8 @@ def main() -> None:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     record = {
-        "format": args.format, "bytes": size, "seconds": round(wall, 1), "processor_seconds": round(processor, 1),
+        "format": args.format, "bytes": size, "expert_weights": args.layers * 128 * 3 * 768 * 2048,
+        "seconds": round(wall, 1), "processor_seconds": round(processor, 1),
         "threads": torch.get_num_threads(), "own_memory_bytes": most[0],
         "error": report["layers"][0]["up"]["error"], "device": f"{os.cpu_count()} cores {platform.machine()}",
         "torch": torch.__version__, "commit": commit.strip(), "date": datetime.date.today().isoformat(),

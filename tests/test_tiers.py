@@ -23,6 +23,11 @@ def test_quick():
 def test_many(n):
     pass
 
+@pytest.mark.slow(sample=12)
+@pytest.mark.parametrize("n", range(20))
+def test_dozen(n):
+    pass
+
 @pytest.mark.slow
 def test_one():
     pass
@@ -52,7 +57,8 @@ def collected(suite: pytest.Pytester, *arguments: str) -> list[str]:
 
 def test_none_and_all(suite: pytest.Pytester) -> None:
     assert collected(suite, "--slow=none") == ["test_quick"]
-    every = ["test_quick", *(f"test_many[{n}]" for n in range(30)), "test_one", "test_of_minutes"]
+    many, dozen = ([f"{name}[{n}]" for n in range(count)] for name, count in (("test_many", 30), ("test_dozen", 20)))
+    every = ["test_quick", *many, *dozen, "test_one", "test_of_minutes"]
     assert collected(suite, "--slow=all") == collected(suite) == every
 
 
@@ -65,17 +71,19 @@ def test_a_sample_has_some_of_each_group_and_nothing_long(
         found = collected(suite, "--slow=sample")
         assert found == collected(suite, "--slow=sample")
         assert [found[0], found[-1]] == ["test_quick", "test_one"]
-        assert len(set(found[1:-1])) == 4  # an eighth of 30, rounded up
-        assert all(name.startswith("test_many[") for name in found[1:-1])
-        samples += found[1:-1]
+        many = [name for name in found if name.startswith("test_many[")]
+        assert len(many) == 4  # an eighth of 30, rounded up
+        assert sum(name.startswith("test_dozen[") for name in found) == 12
+        assert len(set(found)) == len(found) == 1 + 4 + 12 + 1
+        samples += many
     assert len(set(samples)) > 8  # of 16 drawn from 30
 
 
 def test_what_is_chosen_from_a_group_does_not_depend_on_the_others() -> None:
     group = [f"tests/a.py::test[{n}]" for n in range(40)]
     others = [f"tests/b.py::test[{n}]" for n in range(40)]
-    both = tiers.sample([*reversed(others), *reversed(group)], "seed")
-    assert both == tiers.sample(group, "seed") | tiers.sample(others, "seed")
+    both = tiers.sample(dict.fromkeys([*reversed(others), *reversed(group)], 1), "seed")
+    assert both == tiers.sample(dict.fromkeys(group, 1), "seed") | tiers.sample(dict.fromkeys(others, 1), "seed")
 
 
 def test_workers_choose_the_same_sample_and_the_seed_is_said(
@@ -84,7 +92,7 @@ def test_workers_choose_the_same_sample_and_the_seed_is_said(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     arguments = ["-p", "support.tiers", "--slow=sample"]
     result = suite.runpytest_subprocess(*arguments, "-p", "xdist.plugin", "-n", "2")
-    assert result.parseoutcomes() == {"passed": 6}
+    assert result.parseoutcomes() == {"passed": 18}
     (said,) = [line for line in result.outlines if "slow tests: a sample with seed" in line]
     assert f"{tiers.SEED}={tiers.default_seed(suite.path)} scripts/test --ci" in said
     monkeypatch.setenv(tiers.SEED, "mine")

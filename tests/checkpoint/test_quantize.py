@@ -341,6 +341,16 @@ def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("name", ["17.up_proj.weight", "1.up_proj.other"])
+def test_a_tensor_among_the_experts_that_is_not_theirs(qwen3: Path, tmp_path: Path, name: str) -> None:
+    """It would be copied as it is, beside experts in another format."""
+    name = f"model.layers.2.mlp.experts.{name}"
+    source = changed(qwen3, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected tensors of the experts that the config"):
+        quantize_checkpoint(source, "mxfp4", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
 def test_a_link_is_copied_as_the_file_that_it_leads_to(qwen3: Path, tmp_path: Path) -> None:
     source = shutil.copytree(qwen3, tmp_path / "in")
     (tmp_path / "elsewhere").write_text("x")

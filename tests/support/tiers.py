@@ -12,24 +12,25 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 SEED = "POLYMOE_TEST_SEED"
 SAMPLED_OF_A_GROUP = 1 / 8
-"""At least one test of each group, whatever the share comes to."""
+"""At least one test of each group, whatever the share comes to, and as many as ``slow(sample=12)`` says."""
 
 
-def sample(tests: Iterable[str], seed: str) -> set[str]:
-    """The node IDs chosen from ``tests``: of each group the same ones whatever else is collected."""
+def sample(tests: Mapping[str, int], seed: str) -> set[str]:
+    """The node IDs chosen from ``tests``, which say how many of their group are wanted at least: of each group the same
+    ones whatever else is collected."""
     groups: dict[str, list[str]] = {}
     for test in tests:
         groups.setdefault(test.partition("[")[0], []).append(test)
     chosen: set[str] = set()
     for name, members in groups.items():
-        count = math.ceil(len(members) * SAMPLED_OF_A_GROUP)
+        count = max(math.ceil(len(members) * SAMPLED_OF_A_GROUP), min(tests[members[0]], len(members)))
         chosen.update(random.Random(f"{seed} {name}").sample(sorted(members), count))
     return chosen
 
@@ -60,10 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     slow = {item for item in items if "slow" in item.keywords or "long" in item.keywords}
     if which == "sample":
-        chosen = sample((item.nodeid for item in slow if "long" not in item.keywords), os.environ[SEED])
+        short = (item for item in slow if "long" not in item.keywords)
+        chosen = sample({item.nodeid: _least(item) for item in short}, os.environ[SEED])
         slow = {item for item in slow if item.nodeid not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     items[:] = [item for item in items if item not in slow]
+
+
+def _least(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("slow")
+    return marker.kwargs.get("sample", 1) if marker else 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

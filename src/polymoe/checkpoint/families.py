@@ -119,7 +119,8 @@ def families_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[M
     for name in types:
         if name in MODEL_FAMILIES:
             return (MODEL_FAMILIES[name],)
-    if not any(_ROUTED.search(key) for part in (config, text_config(config)) for key in part):
+    parts = [part for whole in (config, text_config(config)) for part in (whole, *whole.values())]
+    if not any(_ROUTED.search(key) for part in parts if isinstance(part, Mapping) for key in part):
         raise ConfigReader(config).error(
             "model_type",
             "a mixture-of-experts model",

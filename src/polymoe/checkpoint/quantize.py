@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -213,6 +214,14 @@ class _Job:
             for name, _, _ in stored_names(c.files, layer, e)
         }
         others = sorted(c.files.names - experts)
+        containers = "|".join({re.escape(layer.container) for layer in stored.values()})
+        stray = re.compile(rf"(?:{containers})\.\d+\..*")
+        if beyond := next(filter(stray.fullmatch, others), None):
+            raise CheckpointError(
+                beyond,
+                expected=f"tensors of the experts that the config has, which are {c.moe.experts}",
+                got="one of another expert, or one that experts do not have",
+            )
         self.others = {}
         for name in others:
             self.others.setdefault(c.files.shard_of(name).name, []).append(name)

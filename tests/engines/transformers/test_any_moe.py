@@ -80,7 +80,7 @@ def error(got: Any, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=12)
 @pytest.mark.parametrize("model_type", architectures())
 def test_bf16(model_type: str, tmp_path: Path) -> None:
     if model_type in REFUSED:
@@ -163,7 +163,7 @@ def pack(model: Any, path: Path) -> Any:
 STACKED = re.compile(r"\.experts\.|\.(input|output)_linear\.")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=12)
 @pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
 def test_packed(model_type: str, tmp_path: Path) -> None:
     model = build(model_type)
@@ -187,7 +187,7 @@ def dequantized(model: Any) -> Any:
     return exact
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=12)
 @pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
 def test_quantized_while_loading_and_to_a_file(model_type: str, tmp_path: Path) -> None:
     """Both give the same bits, and the logits of Transformers' own experts on the dequantized weights."""
@@ -219,7 +219,7 @@ def require_equal(got: Expert, wanted: Expert) -> None:
             assert torch.equal(got.projections[name].parts()[part], tensor), (name, part)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=12)
 @pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
 def test_calibrated(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass that measures inputs computes what Transformers' own experts do."""
