@@ -27,6 +27,7 @@ FLOORS_64 = {"deepseek-v4-flash": 582.6, "gpt-oss-120b": 320.5, "deepseek-v3-tp8
 def test_every_case_of_the_design_poses_a_problem() -> None:
     assert set(CASES) == {
         "deepseek-v4-flash", "gpt-oss-120b", "gpt-oss-20b", "deepseek-v3", "deepseek-v3-tp8", "deepseek-v3-ep8",
+        "deepseek-v3-ep32", "deepseek-v3-ep72", "deepseek-v3-ep320",
         "kimi-k2", "kimi-k2-tp8", "nemotron-3-super", "glm-4.7", "qwen3-235b", "qwen3-235b-tp4-bf16", "mixtral-8x7b",
     }  # fmt: skip
     for case in CASES.values():

@@ -16,7 +16,7 @@ from math import expm1
 from polymoe.machine import Device
 from polymoe.problem import Problem
 
-__all__ = ["ZIPF_EXPONENT", "Cost", "active_share", "cost"]
+__all__ = ["ZIPF_EXPONENT", "Cost", "active_share", "chances", "cost"]
 
 ZIPF_EXPONENT = 1.1
 """Of the skewed half of routings: the expert of rank r is drawn in proportion to ``r**-1.1``."""
@@ -92,12 +92,12 @@ def active_share(experts: int, top_k: int, tokens: int, exponent: float = 0.0) -
     """
     if exponent == 0:
         return 1 - (1 - top_k / experts) ** tokens
-    return sum(1 - (1 - p) ** tokens for p in _chances(experts, top_k, exponent)) / experts
+    return sum(1 - (1 - p) ** tokens for p in chances(experts, top_k, exponent)) / experts
 
 
 @cache
-def _chances(experts: int, top_k: int, exponent: float) -> tuple[float, ...]:
-    """The chance of each expert to be one of a token's.
+def chances(experts: int, top_k: int, exponent: float) -> tuple[float, ...]:
+    """Return the chance of each expert to be one of a token's.
 
     To draw without replacement is to take those whose exponential clocks ring first; that the last of them rings at the
     same time for all tokens changes the sum by less than 1 %, and by 2 % for 2 of 8 experts.

@@ -109,6 +109,11 @@ def _case(name: str, model: str, format: str | None = None, tp: int = 1, ep: int
     )
 
 
+def _wide(name: str, experts: int) -> Case:
+    """A few whole experts of DeepSeek-V3; each row that reaches the rank is a token with one expert."""
+    return replace(_case(name, "deepseek-ai/DeepSeek-V3"), experts=experts, top_k=1)
+
+
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
@@ -119,6 +124,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
             _case("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
             _case("deepseek-v3-tp8", "deepseek-ai/DeepSeek-V3", tp=8),
             _case("deepseek-v3-ep8", "deepseek-ai/DeepSeek-V3", ep=8),
+            # Wide expert parallelism (docs/scale.md): a rank's experts, with copies that balance it; T are its rows.
+            _wide("deepseek-v3-ep32", experts=9),
+            _wide("deepseek-v3-ep72", experts=4),
+            _wide("deepseek-v3-ep320", experts=1),
             _case("kimi-k2", "moonshotai/Kimi-K2-Thinking"),
             _case("kimi-k2-tp8", "moonshotai/Kimi-K2-Thinking", tp=8),
             _case("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),

@@ -281,8 +281,9 @@ Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a
 RoleName = Literal["mixed", "decode", "prefill"]
 """Workers that prefill, decode or do both."""
 CaseName = Literal[
-    "deepseek-v3", "deepseek-v3-ep8", "deepseek-v3-tp8", "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b", "gpt-oss-20b",
-    "kimi-k2", "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b", "qwen3-235b-tp4-bf16",
+    "deepseek-v3", "deepseek-v3-ep32", "deepseek-v3-ep320", "deepseek-v3-ep72", "deepseek-v3-ep8", "deepseek-v3-tp8",
+    "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b", "gpt-oss-20b", "kimi-k2", "kimi-k2-tp8", "mixtral-8x7b",
+    "nemotron-3-super", "qwen3-235b", "qwen3-235b-tp4-bf16",
 ]  # fmt: skip
 """Cases: the command line names them without importing torch; a test compares them with the table."""
 FormatName = Literal[
