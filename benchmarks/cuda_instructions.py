@@ -139,36 +139,36 @@ def w4a8_costs(family: KernelFamily, format: str, part: str, block_m: int) -> di
     return costs
 
 
-_FORMATS = (*W4_FORMATS, *W8A16_MMA.formats)
+FORMATS = (*W4_FORMATS, *W8A16_MMA.formats)
 
 
-def table() -> str:
-    """Of gate and up, all formats, as Markdown. Kernels are SM90's unless a row names another target."""
-    lines = ["| kernel | rows of x | " + " | ".join(_FORMATS) + " |", "|---|---|" + "---|" * len(_FORMATS)]
+def table(formats: tuple[str, ...] = FORMATS) -> str:
+    """Of gate and up, as Markdown. Kernels are SM90's unless a row names another target."""
+    lines = ["| kernel | rows of x | " + " | ".join(formats) + " |", "|---|---|" + "---|" * len(formats)]
     part = "gate_up"
     rows: list[tuple[str, list[dict[int, float]]]] = [
-        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in _FORMATS]) for block_m in (8, 16)
+        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in formats]) for block_m in (8, 16)
     ]
-    rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in _FORMATS]) for m in W4A16_WGMMA.tiles]
+    rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in formats]) for m in W4A16_WGMMA.tiles]
     rows += [
-        (f.kernel(part, m), [w4a8_costs(f, each, part, m) for each in _FORMATS])
+        (f.kernel(part, m), [w4a8_costs(f, each, part, m) for each in formats])
         for f in (W4A8, W4A8_ROWS)
         for m in f.tiles
     ]
     rows += [
-        (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in _FORMATS])
+        (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in formats])
         for t in TARGETS.values()
         if t is not SM90
         for m in (8, 16)
     ]
     rows += [
-        (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in _FORMATS])
+        (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in formats])
         for t in TARGETS.values()
         if W4A16_MMA_TILED.name in t.families
         for m in W4A16_MMA_TILED.tiles
     ]
     for name, costs in rows:
-        costs += [{}] * (len(_FORMATS) - len(costs))
+        costs += [{}] * (len(formats) - len(costs))
         for width in sorted(costs[0]):
             cells = " | ".join(f"{cost[width]:.1f}" if width in cost else "" for cost in costs)
             lines.append(f"| {name} | {width} | {cells} |")
