@@ -2,8 +2,9 @@
 
 ``python vllm_engine.py`` reads jobs from stdin, as JSON lines, and answers each with a line: the answers, vLLM's log,
 and the error if there was one. A job: the model's directory, arguments of ``LLM``, environment variables, directories
-to reload weights from, the number of ranks that run the model on prompts of their own (data parallelism),
-and environment variables of all ranks but the first.
+to reload weights from, directories to send weights from (each with a part of names that are left out), the number of
+ranks that run the model on prompts of their own (data parallelism), and environment variables of all ranks but the
+first.
 """
 
 from __future__ import annotations
@@ -75,7 +76,23 @@ def run(job: dict[str, Any], rank: int = 0) -> list[list[str]]:
     for path in job.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         found.append(answers(llm))
+    for path, without in job.get("sent", ()):
+        llm.collective_rpc(load_sent, args=(path, without))
+        found.append(answers(llm))
     return found
+
+
+def load_sent(worker: Any, path: str, without: str) -> None:
+    """Load experts in buckets by the model's own ``load_weights``, as trainers do; none whose name has ``without``.
+
+    Only experts: on CPUs vLLM replaces weights of linear layers, and cannot load them again in this way.
+    """
+    from safetensors.torch import load_file
+
+    tensors = [pair for file in sorted(Path(path).glob("*.safetensors")) for pair in load_file(file).items()]
+    tensors = [(n, tensor) for n, tensor in tensors if ".experts." in n and not (without and without in n)]
+    for bucket in range(3):
+        worker.model_runner.model.load_weights(iter(tensors[bucket::3]))
 
 
 def _child(job: dict[str, Any], log: str, results: Any, rank: int, port: int) -> None:

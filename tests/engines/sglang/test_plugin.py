@@ -307,6 +307,71 @@ def test_an_update_that_cannot_be_packed_leaves_the_layer_and_must_come_again(ma
     assert runner.forward(batch) == "ran"
 
 
+def plain_weights(seed: int) -> dict[tuple[int, str], Tensor]:
+    """Matrices in BF16 by expert and shard."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = (ABOUT.intermediate, ABOUT.hidden)
+    shapes = {"w1": rows, "w2": rows[::-1], "w3": rows}
+    keys = [(e, shard) for e in range(ABOUT.experts) for shard in shapes]
+    return {(e, shard): 0.1 * torch.randn(shapes[shard], generator=generator).bfloat16() for e, shard in keys}
+
+
+def send(layer: Any, weights: dict[tuple[int, str], Tensor]) -> None:
+    for (expert, shard), tensor in weights.items():
+        parameter = dict(layer.named_parameters())["w2_weight" if shard == "w2" else "w13_weight"]
+        parameter.weight_loader(parameter, tensor, "experts.weight", shard_id=shard, expert_id=expert)
+
+
+def test_new_weights_in_16_bits_are_quantized_in_place(make: Make) -> None:
+    layer = make()
+    load(layer)
+    addresses = packed_addresses(layer)
+    weights = plain_weights(5)
+    stacks = {shard: torch.stack([weights[e, shard] for e in range(ABOUT.experts)]) for shard in ("w1", "w2", "w3")}
+    fresh = polymoe.FusedExperts.from_weights(
+        polymoe.ExpertWeights.quantize(torch.cat([stacks["w1"], stacks["w3"]], 1), stacks["w2"], "fp8_block128"),
+        SwiGLU(),
+        top_k=2,
+        device="cpu",
+    )
+    for _ in range(2):
+        send(layer, weights)
+        assert torch.equal(output(layer, *call()), fresh(*call()))
+        load(layer)  # as the checkpoint stores them
+        assert torch.equal(output(layer, *call()), expected(*call()))
+    assert packed_addresses(layer) == addresses
+
+
+def test_no_batch_runs_on_half_of_the_new_weights(make: Make) -> None:
+    """Of two layers; the other one was not sent at all."""
+    import sys
+
+    layers = torch.nn.ModuleList([make(1), make(2)])
+    for layer in layers:
+        load(layer)
+    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
+    runner.model = layers
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    weights = plain_weights(6)
+    send(layers[0], {(0, "w1"): weights[0, "w1"]})
+    with pytest.raises(CheckpointError, match="expected each tensor once in an update, got a second one"):
+        send(layers[0], {(0, "w1"): weights[0, "w1"]})
+    with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none, or an update that failed"):
+        runner.forward(batch)
+    send(layers[0], dict(list(weights.items())[:-1]))
+    with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none for up of expert 4"):
+        runner.forward(batch)
+    send(layers[0], dict(list(weights.items())[-1:]))
+    with pytest.raises(UnsupportedProblem, match=r"layers.2.mlp.experts: expected new weights of all layers"):
+        runner.forward(batch)
+    broken = weights[1, "w2"].clone()
+    broken[3, 4] = float("nan")
+    with pytest.raises(FormatError, match="w2_weight w2 of expert 1: expected finite numbers"):
+        send(layers[1], {**weights, (1, "w2"): broken})
+    send(layers[1], weights)
+    assert runner.forward(batch) == "ran"
+
+
 def test_tensors_without_loaders_are_not_copied(make: Make) -> None:
     import sys
 

@@ -46,6 +46,7 @@ def ask() -> Iterator[Ask]:
             model: Path,
             *,
             reload: tuple[Path, ...] = (),
+            sent: tuple[tuple[Path, str], ...] = (),
             ranks: int = 1,
             others: dict[str, str] | None = None,
             polymoe: str = "require",
@@ -54,7 +55,7 @@ def ask() -> Iterator[Ask]:
             environment = {"POLYMOE": polymoe, **changes.pop("environment", {})}
             options = {**ONE_PROCESS, **changes} if "tensor_parallel_size" not in changes else changes
             job = {"model": str(model), "options": options, "environment": environment, "reload": [*map(str, reload)]}
-            job |= {"ranks": ranks, "others": others or {}}
+            job |= {"ranks": ranks, "others": others or {}, "sent": [(str(path), without) for path, without in sent]}
             run.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
             run.stdin.flush()  # type: ignore[union-attr]
             return json.loads(run.stdout.readline())  # type: ignore[union-attr]
@@ -152,6 +153,33 @@ def test_reloaded_weights_answer_as_a_fresh_start(
     (fresh,) = answers(ask(other))
     assert fresh != SUMS
     assert answers(ask(path, reload=(other, path, other))) == [SUMS, fresh, SUMS, fresh]
+
+
+@pytest.mark.parametrize("format", ["INT4 in groups of 32", "FP8 by channel", "NVFP4"])
+def test_weights_in_16_bits_are_quantized_as_they_arrive(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path, format: str
+) -> None:
+    """By reload_weights, which reads files in 16 bits, and sent to load_weights in buckets."""
+    good, other = written("BF16"), changed(written("BF16"), tmp_path / "other")
+    (fresh,) = answers(ask(other))
+    assert fresh != SUMS
+    found = ask(written(format), reload=(other, good), sent=((other, ""), (good, "")))
+    first, *after = answers(found)
+    assert first == after[1] == after[3] == SUMS
+    assert after[0] == after[2] != SUMS
+
+
+def test_two_ranks_quantize_their_slices(ask: Ask, written: Callable[[str], Path]) -> None:
+    found = ask(written("INT4 in groups of 32"), reload=(written("BF16"),), tensor_parallel_size=2)
+    assert answers(found) == [SUMS, SUMS]
+
+
+@pytest.mark.parametrize("without", ["layers.1.mlp.experts.2.up_proj", "layers.1.mlp.experts."])
+def test_vllm_does_not_run_on_half_of_the_new_weights(ask: Ask, written: Callable[[str], Path], without: str) -> None:
+    found = ask(written("FP8 by channel"), sent=((written("BF16"), without),))
+    assert "expected new weights of all layers before the next request" in found["log"]
+    assert "model.layers.1.mlp.experts" in found["log"]
+    assert found["error"]
 
 
 def test_a_compiled_engine_answers(ask: Ask) -> None:

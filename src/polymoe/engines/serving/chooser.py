@@ -57,6 +57,7 @@ class LayerChooser:
     def __init__(self, engine: str, settings: EngineSettings, log: LayerLog) -> None:
         self.engine, self.settings, self.log = engine, settings, log
         self._packed: set[Problem] = set()
+        self.pending: set[TakenOver] = set()
 
     def choose(
         self,
@@ -114,6 +115,7 @@ class LayerChooser:
             dummy=load_format == "dummy",
             first_of_its_kind=self._first_of_its_kind,
             on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
+            pending=self.pending,
         )
 
     def _judge(

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polymoe.checkpoint.shard import Shard
 from polymoe.engines.serving.dummy import fill
 from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
 from polymoe.engines.serving.warm_up import warm_up
+from polymoe.errors import UnsupportedProblem
 from polymoe.layer.packed_layer import PackedLayer
+from polymoe.layer.refit import IncomingExperts
 from polymoe.layer.runtime import PlanRequest
 
-__all__ = ["TakenOver", "take_over"]
+__all__ = ["PLAIN", "TakenOver", "take_over"]
+
+PLAIN = ("w13_weight", "w2_weight")
+"""Names of the stacked tensors of experts in 16 bits, in both engines."""
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class TakenOver:
@@ -31,6 +39,11 @@ class TakenOver:
         dummy: whether the engine loads no checkpoint.
         first_of_its_kind: whether no layer with such a plan was packed before in this process.
         on_packed: called after each time the layer was packed.
+        device: where it was packed; None before.
+        incoming: new experts in 16 bits, as far as they have arrived; None if no such update has begun, or one failed.
+        stale: whether an update in 16 bits has begun and not ended.
+        refits: how many have ended.
+        pending: of all layers of the process, those whose update has begun since the model was checked.
     """
 
     plan: LayerPlan
@@ -41,6 +54,64 @@ class TakenOver:
     dummy: bool
     first_of_its_kind: Callable[[LayerPlan], bool]
     on_packed: Callable[[PackedLayer, nn.Module], None]
+    device: torch.device | None = None
+    incoming: IncomingExperts | None = None
+    stale = False
+    refits = 0
+    pending: set[TakenOver]
+
+    def is_plain(self, name: str, tensor: Tensor) -> bool:
+        """Whether ``tensor``, of the stacked tensor called ``name``, is in 16 bits while the layer's own are not."""
+        own = self.experts.tensors.get(name) if name in self.experts.names else None
+        return name in PLAIN and tensor.dtype in _PLAIN_DTYPES and (own is None or own.dtype not in _PLAIN_DTYPES)
+
+    def take(self, tensor: Tensor, name: str, shard: str, place: int, tp: tuple[int, int]) -> bool:
+        """Take a matrix of one expert in 16 bits, whole; return whether it is the layer's last.
+
+        Args:
+            tensor: [F, H], or [H, F] of ``shard`` w2, before it is sliced for tensor parallelism.
+            name: under which the engine has it, for messages.
+            shard: w1 (gate, or up of experts without a gate), w2 (down) or w3 (up).
+            place: of the expert on this rank.
+            tp: rank and size of the tensor parallel group.
+
+        Raises:
+            UnsupportedProblem: for a layer that cannot be updated so: with biases or static scales of inputs.
+            CheckpointError, FormatError: as :meth:`IncomingExperts.put`; all of the layer must then come again.
+        """
+        assert self.device is not None
+        problem = self.packed.problem
+        self.pending.add(self)
+        self.stale = True
+        if problem.spec.bias:
+            raise UnsupportedProblem(
+                f"new weights of {self.packed.where}",
+                expected="experts without biases, or tensors as the checkpoint stores them",
+                got="experts with biases, in 16 bits",
+            )
+        incoming = self.incoming
+        if incoming is None:
+            whole = replace(problem.spec, intermediate=problem.spec.intermediate * tp[1])
+            incoming = IncomingExperts(self.packed.where, problem, whole, device=self.device, shard=Shard.of(tp))
+        self.incoming = None  # after an error all parts must come again
+        part = "down" if shard == "w2" else "gate" if shard == "w1" and problem.spec.gated else "up"
+        incoming.put(part, place, tensor, f"{name} {shard} of expert {problem.spec.first_expert + place}")
+        self.incoming = incoming
+        return incoming.complete
+
+    def pack_incoming(self, layer: Any, *, in_place: bool) -> None:
+        """Pack the new experts, all of which have arrived; as :meth:`PackedLayer.pack`.
+
+        Raises:
+            CheckpointError: if a tensor is missing.
+            PlanError, VerificationError: as there.
+        """
+        assert self.incoming is not None
+        assert self.device is not None
+        incoming, self.incoming = self.incoming, None
+        self.packed.pack(layer, incoming.weights(), self.device, check=False, in_place=in_place)
+        self.stale, self.refits, self.dummy = False, self.refits + 1, False
+        self.on_packed(self.packed, layer)
 
     def note_created(self, tensors: Mapping[str, Tensor]) -> Set[str]:
         """Note the tensors that the engine's method created; return the names of those that are loaded and not read.
@@ -73,10 +144,11 @@ class TakenOver:
             fill(experts)
         else:
             self.loaded.require_all()
-        device = in_place or experts.tensors[experts.names[0]].device
+        self.device = device = in_place or experts.tensors[experts.names[0]].device
         first = self.first_of_its_kind(self.plan)
         weights = experts.weights(self.plan.problem.spec)
         self.packed.pack(layer, weights, device, check=first, in_place=in_place is not None)
+        self.incoming, self.stale, self.refits = None, False, 0
         del experts
         for name in self.created:
             drop(name)
@@ -94,6 +166,7 @@ def take_over(
     dummy: bool,
     first_of_its_kind: Callable[[LayerPlan], bool],
     on_packed: Callable[[PackedLayer, nn.Module], None],
+    pending: set[TakenOver] | None = None,
 ) -> Any:
     """Return an object with the state of ``method``, of a class derived from ``base`` and from the method's own.
 
@@ -104,7 +177,7 @@ def take_over(
         base: what replaces the method's own functions. Its attributes are not hidden by those of the method.
         plan: of the layer.
         request: how the layer was planned.
-        dummy, first_of_its_kind, on_packed: see :class:`TakenOver`.
+        dummy, first_of_its_kind, on_packed, pending: see :class:`TakenOver`.
     """
     theirs = type(method)
     kind: Any = type(theirs.__name__, (base, theirs), {"__module__": theirs.__module__})
@@ -112,4 +185,5 @@ def take_over(
     ours.__dict__.update({name: value for name, value in method.__dict__.items() if not hasattr(base, name)})
     ours.plan, ours.packed = plan, PackedLayer(plan.experts.where, plan.problem, request)
     ours.dummy, ours.first_of_its_kind, ours.on_packed = dummy, first_of_its_kind, on_packed
+    ours.pending = set() if pending is None else pending
     return ours

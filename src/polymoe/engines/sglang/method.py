@@ -20,9 +20,9 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker  # pyright: ignore
 from torch import Tensor, nn
 
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.take_over import TakenOver
+from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.sglang.facts import create_tensors
-from polymoe.errors import UnsupportedProblem
+from polymoe.errors import CheckpointError, UnsupportedProblem
 
 __all__ = ["PackedExpertsMethod"]
 
@@ -37,8 +37,6 @@ class PackedExpertsMethod(TakenOver):
     """Whether the layer was packed once."""
     unfinished: set[PackedExpertsMethod]
     """Of all layers of the process, those whose update has begun and not ended."""
-    device: torch.device
-    """Of the model, to which each layer is moved."""
 
     @property
     def load_up_proj_weight_first(self) -> bool:
@@ -58,11 +56,16 @@ class PackedExpertsMethod(TakenOver):
         # For backends that transpose or exchange the tensors while they are loaded.
         layer.use_triton_kernels = layer.use_flashinfer_trtllm_moe = False
         given["weight_loader"] = self._noting(layer, given["weight_loader"])
+        # Of the model, to which each layer is moved.
         self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
         for name in unread:  # loaded by name
             empty = nn.Parameter(torch.empty(0), requires_grad=False)
             empty.weight_loader = _discard  # type: ignore[attr-defined]
+            layer.register_parameter(name, empty)
+        for name in set(PLAIN) - set(self.created):  # by which new weights come in 16 bits
+            empty = nn.Parameter(torch.empty(0), requires_grad=False)
+            empty.weight_loader = given["weight_loader"]  # type: ignore[attr-defined]
             layer.register_parameter(name, empty)
         # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
         layer.register_buffer("packed_on", torch.empty(0), persistent=False)
@@ -82,6 +85,8 @@ class PackedExpertsMethod(TakenOver):
         if self.done:
             if self in self.unfinished:  # the end of an update from disk or through IPC
                 self.loaded.require_all()
+            if self.incoming is not None:
+                self.incoming.require_complete()
             return
         for name in self.created:
             tensor = layer._parameters[name]
@@ -134,6 +139,8 @@ class PackedExpertsMethod(TakenOver):
             place = None if expert is None else layer._map_global_expert_id_to_local_expert_id(expert)
             if place == -1:  # another rank's
                 return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+            if self.is_plain(name, loaded_weight):
+                return self._take_plain(layer, name, loaded_weight, shard_id, place)
             if self.done:
                 self._begin_update(layer)
             new = self.loaded.note(name, loaded_weight, shard_id, place)
@@ -146,6 +153,21 @@ class PackedExpertsMethod(TakenOver):
             return result
 
         return load
+
+    def _take_plain(self, layer: Any, name: str, tensor: Tensor, shard: str | None, place: int | None) -> None:
+        """Take a new matrix in 16 bits; with the last one of the layer, pack it.
+
+        Raises:
+            CheckpointError: before the layer was packed, and for matrices of several experts; as :meth:`take`.
+        """
+        if not self.done or place is None or shard is None or tensor.dim() != 2:
+            raise CheckpointError(
+                f"{self.packed.where}: {name}",
+                expected="tensors as the checkpoint's config says; in 16 bits, new matrices of single experts",
+                got=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+        if self.take(tensor, name, shard, place, (layer.moe_tp_rank, layer.moe_tp_size)):
+            self.pack_incoming(layer, in_place=True)
 
     def _begin_update(self, layer: Any) -> None:
         if self not in self.unfinished:

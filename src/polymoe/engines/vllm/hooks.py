@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polymoe.engines.hooks import Hook
 
-__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "SELECTORS"]
+__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "RUN_HOOK", "SELECTORS"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -81,6 +81,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.distributed.parallel_state", "get_ep_group", ()),
 )  # fmt: skip
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
+
+RUN_HOOK = Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model", ("self", "scheduler_output"))
+"""Wrapped when new weights arrive in 16 bits: the model must not run until all of them have come."""
 
 _PREPARE = (
     "self", "a1", "topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig  # pyright: ignore
 from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore
     get_layerwise_info,
@@ -20,9 +21,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.take_over import TakenOver
+from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.vllm.facts import needs_kernel
-from polymoe.errors import UnsupportedProblem
+from polymoe.engines.vllm.model_runs import guard_model_runs
+from polymoe.errors import CheckpointError, UnsupportedProblem
 
 __all__ = ["PackedMethod"]
 
@@ -58,12 +60,13 @@ class PackedMethod(TakenOver):
             FormatError: if they are not those that the layer was planned for.
         """
         given["weight_loader"] = MethodType(_load, layer)
+        layer.weight_loader = given["weight_loader"]  # trainers such as verl set it on parameters again
         before = set(layer._parameters)
         with torch.device("meta"):
             super().create_weights(layer=layer, **given)  # type: ignore[misc]
         unread = self.note_created({n: p for n, p in layer._parameters.items() if n not in before})
-        for name in unread:  # loaded by name
-            layer.register_parameter(name, _nothing(torch.device("meta")))
+        for name in unread | (set(PLAIN) - set(self.experts.names)):  # loaded by name
+            layer.register_parameter(name, self._nothing(layer, name, torch.device("meta")))
         self.cleared = set()
         initialize_online_processing(layer)
 
@@ -76,6 +79,10 @@ class PackedMethod(TakenOver):
         """
         if getattr(layer, _DONE, False):
             return
+        if self.incoming is not None:
+            self.pack_incoming(layer, in_place=False)
+            self._end(layer)
+            return
         if any(layer._parameters[name].is_meta for name in self.experts.names):
             raise UnsupportedProblem(
                 self.packed.where,
@@ -84,17 +91,27 @@ class PackedMethod(TakenOver):
                 hint="use --load-format auto, safetensors, runai_streamer or dummy, or POLYMOE=0",
             )
 
-        def drop(name: str) -> None:
-            # What comes after the layer is complete, such as other ranks' experts, is still looked for by name.
-            layer.register_parameter(name, _nothing(layer._parameters[name].device))
-
-        self.pack(layer, drop)
-        self.loaded, self.cleared = LoadedParts(self.experts), set()
+        self.pack(layer, lambda name: None)
+        self._end(layer)
         if self.moe_kernel is None and needs_kernel(layer.moe_config.moe_parallel_config):
             from polymoe.engines.vllm.modular import modular_kernel
 
             self.moe_kernel = modular_kernel(self, layer)
+
+    def _end(self, layer: Any) -> None:
+        """Drop vLLM's tensors. What comes after the layer is complete is still looked for by name: other ranks'
+        experts, and new weights in 16 bits."""
+        for name in {*self.created, *PLAIN}:
+            layer.register_parameter(name, self._nothing(layer, name, self.device))
+        self.loaded, self.cleared = LoadedParts(self.experts), set()
         setattr(layer, _DONE, True)
+
+    def _nothing(self, layer: Any, name: str, device: torch.device | None) -> nn.Parameter:
+        """Return an empty parameter. A reload replaces parameters, and no other attributes."""
+        empty = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+        read = name in self.experts.names or name in PLAIN
+        empty.weight_loader = MethodType(_load, layer) if read else _discard  # type: ignore[attr-defined]
+        return empty
 
     def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
         """Return None, so that vLLM's runner gathers the tokens of all ranks itself.
@@ -158,6 +175,10 @@ def _load(
     """
     method: PackedMethod = layer.quant_method
     name = next(name for name, parameter in layer._parameters.items() if parameter is param)
+    done = not param.is_meta and getattr(layer, _DONE, False)
+    if done or method.is_plain(name, loaded_weight):
+        success = _load_plain(layer, param, name, loaded_weight, str(shard_id), expert_id, done=done)
+        return success if return_success else None
     if not param.is_meta and name not in method.cleared:
         param.data.zero_()
         method.cleared.add(name)
@@ -174,11 +195,46 @@ def _load(
 _load.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
-def _nothing(device: torch.device) -> nn.Parameter:
-    """Return an empty parameter into which nothing is loaded. A reload replaces parameters, and no other attributes."""
-    empty = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
-    empty.weight_loader = _discard  # type: ignore[attr-defined]
-    return empty
+def _load_plain(
+    layer: Any, param: Any, name: str, loaded_weight: Tensor, shard: str, expert: int | None, *, done: bool
+) -> bool:
+    """Take new weights in 16 bits for a layer that is packed; with the last one, pack it.
+
+    They come in a reload, which vLLM ends itself, or (``done``) by the model's ``load_weights`` alone.
+
+    Raises:
+        CheckpointError: for other tensors by ``load_weights`` alone, and for 16 bits before the layer was packed.
+    """
+    method: PackedMethod = layer.quant_method
+    place = expert if expert is None or layer.expert_map is None else int(layer.expert_map[expert])
+    if place == -1:  # another rank's
+        return False
+    if method.device is None or place is None or loaded_weight.dim() != 2 or not _is_matrix(name, loaded_weight):
+        raise CheckpointError(
+            f"{method.packed.where}: {name}",
+            expected="one expert's matrix in 16 bits as new weights, or tensors as the checkpoint stores them",
+            got=f"{loaded_weight.dtype} {list(loaded_weight.shape)}",
+            hint="vLLM's reload_weights takes tensors as the checkpoint stores them",
+        )
+    if not param.is_meta and not done:  # the reload hands over again what has arrived
+        return True
+    if not method.pending:
+        guard_model_runs(method.pending)
+    info = get_layerwise_info(layer)
+    if param.is_meta and len(info.loaded_weights) == 1:
+        method.incoming = None  # of a reload that ended before its last tensor
+    parallel = layer.moe_config.moe_parallel_config
+    with _disable_current_modes():  # vLLM counts what is copied
+        last = method.take(loaded_weight, name, shard, place, (parallel.tp_rank, parallel.tp_size))
+        if done and last:
+            method.pack_incoming(layer, in_place=True)
+    if param.is_meta:
+        info.load_numel_total = 0 if last else sys.maxsize
+    return True
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    return name in PLAIN and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _discard(param: Any, loaded_weight: Tensor, *_: Any, return_success: bool = False, **__: Any) -> bool | None:
