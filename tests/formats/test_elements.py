@@ -223,3 +223,10 @@ def test_encode_scale_never_vanishes(scale_dtype: str, wanted: float) -> None:
 def test_encode_scale_refuses_what_would_be_infinite(scale_dtype: str, wanted: float) -> None:
     with pytest.raises(FormatError, match=f"{scale_dtype} scale: expected at most"):
         encode_scale(torch.tensor([1.0, wanted]), scale_dtype)
+
+
+def test_one_row_of_another_matrix_packs() -> None:
+    """Such as zero points of one group: torch calls it contiguous, whatever its stride between rows."""
+    column = torch.arange(8, dtype=torch.uint8)[:, None]
+    assert column.T.is_contiguous()
+    assert torch.equal(pack_nibbles(column.T), pack_nibbles(torch.arange(8, dtype=torch.uint8)[None]))

@@ -52,8 +52,9 @@ def pack_nibbles(values: Tensor) -> Tensor:
     """
     if values.shape[-1] % 2:
         raise FormatError("4-bit codes", expected="an even number of columns", got=str(list(values.shape)))
-    pairs = values.contiguous().view(torch.int16)  # the even column in the low byte
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    # Flat, as a contiguous tensor may have any stride where it has one row. The even column is in the low byte.
+    pairs = values.reshape(-1).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(*values.shape[:-1], values.shape[-1] // 2)
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
