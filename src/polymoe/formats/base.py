@@ -165,13 +165,19 @@ def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) 
     if threads < 2:
         return [(tile, function(tile)) for tile in tiles]
 
+    inference = torch.is_inference_mode_enabled()
+
+    def in_the_callers_mode(tile: Tile) -> T:
+        with torch.inference_mode(inference):
+            return function(tile)
+
     def alone() -> None:
         torch.set_num_threads(1)
         torch.get_num_threads()  # a new thread's first call takes the number that was set last, in any thread
 
     try:
         with ThreadPoolExecutor(threads, initializer=alone) as pool:
-            return [*zip(tiles, pool.map(function, tiles), strict=True)]
+            return [*zip(tiles, pool.map(in_the_callers_mode, tiles), strict=True)]
     finally:
         torch.set_num_threads(before)  # for threads that begin later
 

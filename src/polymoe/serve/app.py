@@ -14,7 +14,6 @@ import re
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +29,7 @@ from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_a
 from polymoe.serve.choices import AnswerChoice, ChoicePart
 from polymoe.serve.errors import answer_errors, failed, refusal
 from polymoe.serve.generation import choose_generation
-from polymoe.serve.in_flight import current, in_thread
+from polymoe.serve.in_flight import Threads, current, in_thread
 from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.prompts import PromptReader, longest_token
@@ -110,8 +109,8 @@ class ModelServer:
             redirect_slashes=False,
             dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs; the gate checks the key
         )
-        small = ThreadPoolExecutor(2, "polymoe small prompts")
-        large = ThreadPoolExecutor(1, "polymoe large prompts")  # each takes 100 times its size in memory
+        small = Threads("polymoe small prompts", 2)
+        large = Threads("polymoe large prompts")  # each takes 100 times its size in memory
         for path, kind in (("/v1/chat/completions", _Chat), ("/v1/completions", _Completion)):
             body = {"required": True, "content": {"application/json": {"schema": kind.kind.model_json_schema()}}}
             self.app.add_api_route(
@@ -183,7 +182,7 @@ class _Endpoint:
     kind: ClassVar[type[Any]]
     writer: ClassVar[type[Writer]]
 
-    def __init__(self, server: ModelServer, small: ThreadPoolExecutor, large: ThreadPoolExecutor) -> None:
+    def __init__(self, server: ModelServer, small: Threads, large: Threads) -> None:
         self._server, self._small, self._large = server, small, large
 
     async def answer(self, request: Request) -> Response:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-__all__ = ["IN_FLIGHT", "InFlight", "current", "in_thread"]
+__all__ = ["IN_FLIGHT", "InFlight", "Threads", "current", "in_thread"]
 
 _T = TypeVar("_T")
 
@@ -67,7 +69,38 @@ def current() -> InFlight:
     return request
 
 
-async def in_thread(threads: Executor, fn: Callable[..., _T], *args: Any) -> _T:
+class Threads:
+    """Threads that run calls in order. Unlike those of an executor, they do not outlive the program: what they compute
+    cannot be interrupted.
+
+    Args:
+        name: of the threads.
+        number: of them.
+    """
+
+    def __init__(self, name: str, number: int = 1) -> None:
+        self._calls: SimpleQueue[tuple[Future, Callable, tuple[Any, ...]]] = SimpleQueue()
+        for _ in range(number):
+            threading.Thread(target=self._run, daemon=True, name=name).start()
+
+    def submit(self, fn: Callable, *args: Any) -> Future:
+        """Call ``fn(*args)``, unless the result is cancelled before."""
+        future: Future = Future()
+        self._calls.put((future, fn, args))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, fn, args = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, fn, args  # free the prompt and the answer
+
+
+async def in_thread(threads: Threads, fn: Callable[..., _T], *args: Any) -> _T:
     """The result of ``fn(*args)``, called in a thread unless the client of the current request leaves before.
 
     Raises:

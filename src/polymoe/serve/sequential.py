@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from polymoe.serve.choices import AnswerChoice
 from polymoe.serve.errors import cut_off, failed, unavailable
-from polymoe.serve.in_flight import InFlight
+from polymoe.serve.in_flight import InFlight, Threads
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import TokenSampler, choose_tokens, greedy_config
 
@@ -43,7 +43,7 @@ class Sequential:
     def __init__(self, model: Any, metrics: ServerMetrics, stopping: threading.Event) -> None:
         self._model, self._metrics, self._stopping = model, metrics, stopping
         # One thread, because compiled CUDA graphs belong to the thread that captured them.
-        self.thread = ThreadPoolExecutor(1, "polymoe generation")
+        self.thread = Threads("polymoe generation")
 
     def start(self, choices: Sequence[AnswerChoice], request: InFlight) -> None:
         """Begin to generate answers. Their parts arrive in the current event loop."""

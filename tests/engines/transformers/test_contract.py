@@ -73,6 +73,7 @@ ATTRIBUTES = {
     "_attn_implementation": "of a config, only for records",
     "_cb_config": "of CBGenerateManager",
     "_continuous_batching": "of GenerationState",
+    "_keys_to_ignore_on_load_unexpected": "of a model, what its checkpoints may have besides",
     "_is_hf_initialized": "of modules that are not to be initialized",
     "_is_hooked": "of modules that Transformers splits",
     "_mesh_manager": "of models that Transformers splits",
