@@ -171,7 +171,24 @@ def test_half_a_refit_is_named_and_unusable(
     assert torch.equal(logits(model), logits(polymoe.load(trained, experts="nvfp4", device="cpu")[0]))
 
 
-def test_what_cannot_be_refitted_is_refused_before_anything_changes(bf16: Path) -> None:
+def test_a_model_that_accelerate_offloads_is_refused_as_it_is(bf16: Path, trained: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    before = logits(model)
+    accelerate.cpu_offload(model.model.layers[0].self_attn, execution_device="cpu")
+    with pytest.raises(UnsupportedProblem, match="stay on their devices.*self_attn"):
+        polymoe.refit(model, tensors_of(trained).items())
+    assert torch.equal(logits(model), before)
+
+
+def test_numbers_that_the_models_dtype_cannot_hold_are_refused(bf16: Path) -> None:
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu", dtype=torch.float16)
+    name = "model.norm.weight"
+    with pytest.raises(FormatError, match=f"{name}: expected numbers that are finite in float16"):
+        polymoe.refit(model, [(name, torch.full_like(tensors_of(bf16)[name], 1e5))])
+
+
+def test_a_model_without_packed_experts_is_refused(bf16: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(bf16, trust_remote_code=False)

@@ -124,6 +124,22 @@ class _Others:
         split = [name for name, tensor in self._tensors.items() if hasattr(tensor, "device_mesh")]
         if split:
             raise UnsupportedProblem("refit", expected="whole matrices outside the experts", got=f"{split[0]}, split")
+        away = [name for name, tensor in self._tensors.items() if tensor.is_meta]
+        if away:
+            raise UnsupportedProblem(
+                "refit",
+                expected="a model whose tensors stay on their devices",
+                got=f"{away[0]}, which accelerate brings for each call",
+                hint="load the model without offloading",
+            )
+        quantized = [name for name, own in self._tensors.items() if own.itemsize == 1 and own.dtype != torch.bool]
+        if quantized:
+            raise UnsupportedProblem(
+                "refit",
+                expected="tensors outside the experts in 16 or 32 bits",
+                got=f"{quantized[0]} in {str(self._tensors[quantized[0]].dtype).removeprefix('torch.')}",
+                hint="load a checkpoint whose other matrices are not quantized",
+            )
         patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = [re.compile(pattern) for pattern in patterns]
         self._copied: set[int] = set()
@@ -137,12 +153,15 @@ class _Others:
                 return
             raise CheckpointError(name, expected="a tensor of the model", got="none of this name",
                                   hint=nearest(name, tuple(self._tensors)))  # fmt: skip
-        if tensor.shape != own.shape or tensor.is_floating_point() != own.is_floating_point() or own.itemsize == 1:
+        same = tensor.dtype == own.dtype or (tensor.is_floating_point() and own.is_floating_point())
+        if tensor.shape != own.shape or not same:
             raise FormatError(
                 name, expected=f"{own.dtype} {list(own.shape)}", got=f"{tensor.dtype} {list(tensor.shape)}"
             )
+        tensor = tensor.to(own.device, own.dtype)
         if not bool(torch.isfinite(tensor).all()):
-            raise FormatError(name, expected="finite numbers", got="NaN or infinity")
+            kind = str(own.dtype).removeprefix("torch.")
+            raise FormatError(name, expected=f"numbers that are finite in {kind}", got="NaN or infinity")
         own.copy_(tensor)
         self._copied.add(own.data_ptr())
 
