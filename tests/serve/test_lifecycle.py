@@ -181,6 +181,17 @@ def test_routing_is_recorded_until_a_signal(number: signal.Signals, tmp_path: Pa
     assert all(0 < len(call.needed) <= 2 * call.tokens for call in trace.calls())
 
 
+def test_a_server_that_nobody_asked_records_no_routing(tmp_path: Path) -> None:
+    recorded = tmp_path / "routing.safetensors"
+    command = COMMAND.replace("--grace 0", f"--grace 0 --record-routing {recorded}")
+    with server_process(command) as (running, _):
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=20)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "error" not in out + err
+    assert not recorded.exists()
+
+
 def test_what_is_recorded_needs_calls_that_no_graph_replays(cli: Any, tmp_path: Path) -> None:
     new = tmp_path / "routing"
     with pytest.raises(ArgumentError, match="record_routing: expected no CUDA graphs"):

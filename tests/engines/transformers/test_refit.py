@@ -176,7 +176,7 @@ def test_a_model_that_accelerate_offloads_is_refused_as_it_is(bf16: Path, traine
     model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
     before = logits(model)
     accelerate.cpu_offload(model.model.layers[0].self_attn, execution_device="cpu")
-    with pytest.raises(UnsupportedProblem, match="stay on their devices.*self_attn"):
+    with pytest.raises(UnsupportedProblem, match=r"stay on their devices.*self_attn"):
         polymoe.refit(model, tensors_of(trained).items())
     assert torch.equal(logits(model), before)
 

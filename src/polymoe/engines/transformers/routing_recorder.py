@@ -23,7 +23,7 @@ __all__ = ["recorded_routing"]
 
 
 @contextmanager
-def recorded_routing(model: nn.Module, path: Path) -> Iterator[None]:
+def recorded_routing(model: nn.Module, path: Path, *, required: bool = True) -> Iterator[None]:
     """Within it, record the expert ids of every call of the model's experts, of padding too, and write them to ``path``
     at the end: a :class:`~polymoe.layer.routing_trace.RoutingTrace`. Until then they are held in memory, 2 bytes each.
 
@@ -33,7 +33,7 @@ def recorded_routing(model: nn.Module, path: Path) -> Iterator[None]:
     Raises:
         ArgumentError: if the file exists.
         UnsupportedProblem: for a model without experts that polymoe runs; by a call that a CUDA graph captures, whose
-            replays nobody would see; at the end, if no call was seen.
+            replays nobody would see; at the end, if no call was seen and ``required``: otherwise there is no file then.
     """
     if path.exists():
         raise ArgumentError("record_routing", expected="a new file", got=f"{path}, which exists")
@@ -43,7 +43,7 @@ def recorded_routing(model: nn.Module, path: Path) -> Iterator[None]:
             yield
         except KeyboardInterrupt as error:
             interrupted = error
-    if interrupted is None or recorder.seen:
+    if recorder.seen or (required and interrupted is None):
         recorder.trace().save(path)
     if interrupted is not None:
         raise interrupted
