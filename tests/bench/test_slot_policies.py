@@ -18,21 +18,11 @@ from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall, TracedLayer
 from support.problems import GPT_OSS, random_experts
+from support.traces import trace_of
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 
 Cli = Callable[..., tuple[int, str, str]]
-
-
-def trace_of(calls: list[tuple[int, list[list[int]]]], *layers: TracedLayer) -> RoutingTrace:
-    """A trace of calls, each with its layer and the experts of each of its tokens."""
-    return RoutingTrace(
-        "model",
-        layers,
-        torch.tensor([layer for layer, _ in calls], dtype=torch.int16),
-        torch.tensor([len(rows) for _, rows in calls], dtype=torch.int32),
-        torch.tensor([e for _, rows in calls for row in rows for e in row], dtype=torch.int16),
-    )
 
 
 def replayed(trace: RoutingTrace, slots: tuple[int, ...]) -> dict[str, Replay]:

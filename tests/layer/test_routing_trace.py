@@ -13,19 +13,14 @@ from safetensors.torch import save_file
 
 from polymoe.errors import ArgumentError
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall, TracedLayer
+from support.traces import trace_of
 
 LAYERS = (TracedLayer("layers.0", 8, 100, 2), TracedLayer("layers.3", 300, 50, 1))
 CALLS = [(0, [[3, 1]]), (1, [[299], [7], [7]]), (0, [[2, 2], [0, 7]]), (1, [[-1]]), (0, [[8, 5]])]
 
 
 def trace() -> RoutingTrace:
-    return RoutingTrace(
-        "model",
-        LAYERS,
-        torch.tensor([layer for layer, _ in CALLS], dtype=torch.int16),
-        torch.tensor([len(rows) for _, rows in CALLS], dtype=torch.int32),
-        torch.tensor([e for _, rows in CALLS for row in rows for e in row], dtype=torch.int16),
-    )
+    return trace_of(CALLS, *LAYERS)
 
 
 def test_calls_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def compare(
 def _progress() -> Iterator[tuple[Any, Any]]:
     """Show a progress bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`, and name the file of
     answers."""
-    found: list[AnswerRecord] = []
+    new = right = invalid = 0
     begun = ""  # where the answers are, and how many there will be
 
     def on_start(path: Path, done: int, total: int) -> None:
@@ -170,17 +170,17 @@ def _progress() -> Iterator[tuple[Any, Any]]:
         bar.start(done, total)
 
     def on_record(record: AnswerRecord) -> None:
-        found.append(record)
-        right, invalid = sum(r.correct for r in found), sum(r.answer is None for r in found)
+        nonlocal new, right, invalid
+        new, right, invalid = new + 1, right + record.correct, invalid + (record.answer is None)
         bar.advance()
-        bar.update(f"{_percent(right / len(found))} right, {invalid} invalid")
+        bar.update(f"{_percent(right / new)} right, {invalid} invalid")
 
     with Progress("answered") as bar:
         try:
             yield on_start, on_record
         except (KeyboardInterrupt, PolymoeError):
             bar.close()
-            if found:
+            if new:
                 say(f"{bar.done} {begun}; the same command continues there")
             raise
 

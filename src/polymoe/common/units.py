@@ -1,10 +1,10 @@
-"""Bytes, times, counts and ranges of numbers as text."""
+"""Bytes, times, counts, ranges of numbers and lists of names as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_count", "format_ranges", "format_tokens", "format_us"]
+__all__ = ["first_few", "format_bytes", "format_count", "format_ranges", "format_tokens", "format_us"]
 
 _PATTERN = 8
 """Numbers in equal steps above 1 are all listed if they are fewer."""
@@ -56,3 +56,9 @@ def format_ranges(numbers: Sequence[int]) -> str:
         else:
             texts.append(f"{run[0]}-{run[-1]}" if step == 1 else f"{run[0]}, {run[1]}, {run[2]}, ..., {run[-1]}")
     return ", ".join(texts)
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first ``most`` names and the number of the others, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polymoe.checkpoint.quantized import quantize_expert
 from polymoe.checkpoint.shard import Shard, shard_expert
+from polymoe.common.units import first_few
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.problem import Problem
@@ -22,9 +23,6 @@ from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["IncomingExperts"]
-
-_NAMED = 5
-"""Tensors in a message."""
 
 
 class IncomingExperts:
@@ -136,7 +134,7 @@ class IncomingExperts:
             raise CheckpointError(
                 f"new weights of {self.where}",
                 expected="every tensor of its experts",
-                got=f"none for {listed(lacking)}",
+                got=f"none for {first_few(lacking)}",
                 hint="send all of the model's tensors again",
             )
 
@@ -148,9 +146,3 @@ class IncomingExperts:
         """
         self.require_complete()
         return ExpertWeights(self._spec, self._done.__getitem__)
-
-
-def listed(names: list[str]) -> str:
-    """Return the first few of ``names`` and the number of the others, for messages."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from polymoe.common.atomic import replace_file
 from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError, CheckpointError
 
-__all__ = ["RoutingTrace", "TracedCall", "TracedLayer"]
+__all__ = ["RoutingTrace", "TracedCall", "TracedLayer", "number_of_ids"]
 
 _VERSION = "1"
 _KEY = "polymoe_routing"  # of the version, among the metadata
@@ -125,7 +125,7 @@ class RoutingTrace:
             raise ValueError(f"layers of {len(layers_C)} calls, tokens of {len(tokens_C)}")
         if not 0 <= int(layers_C.min()) <= int(layers_C.max()) < len(layers) or int(tokens_C.min()) < 0:
             raise ValueError(f"calls of layers other than 0 to {len(layers) - 1}, or of fewer than 0 tokens")
-        ids = int((torch.tensor([row.top_k for row in layers])[layers_C.long()] * tokens_C).sum())
+        ids = number_of_ids(layers, layers_C, tokens_C)
         if ids != len(self.ids_N):
             raise ValueError(f"{len(self.ids_N)} ids, and calls with {ids}")
 
@@ -137,6 +137,11 @@ class RoutingTrace:
             end = start + tokens * layer.top_k
             yield TracedCall(number, tokens, sorted({e for e in ids[start:end] if 0 <= e < layer.experts}))
             start = end
+
+
+def number_of_ids(layers: Sequence[TracedLayer], layers_C: Tensor, tokens_C: Tensor) -> int:
+    """Return how many ids calls have, whose layers and tokens are given as in :class:`RoutingTrace`."""
+    return int((torch.tensor([row.top_k for row in layers])[layers_C.long()] * tokens_C).sum())
 
 
 _EXPECTED = "a whole file that --record-routing wrote"

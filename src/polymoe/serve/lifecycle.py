@@ -175,11 +175,8 @@ def serve(
         on_loaded(_said(served, model, o, connections))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
-        with (
-            nullcontext()
-            if o.record_routing is None
-            else recorded_routing(model, Path(o.record_routing), required=False)
-        ):
+        file = o.record_routing
+        with nullcontext() if file is None else recorded_routing(model, Path(file), required=False):
             return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
 
 

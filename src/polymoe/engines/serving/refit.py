@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from polymoe.common.units import first_few
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import UnsupportedProblem
-from polymoe.layer.refit import listed
 
 __all__ = ["require_whole_model"]
 
@@ -33,9 +33,9 @@ def require_whole_model(pending: set[TakenOver], modules: Iterable[Any]) -> None
     if behind:
         parts = [part for method in behind if method.incoming is not None for part in method.incoming.missing()]
         raise UnsupportedProblem(
-            listed([method.packed.where for method in behind]),
+            first_few([method.packed.where for method in behind]),
             expected="new weights of all layers before the next request",
-            got=f"none for {listed(parts)}" if parts else "none, or an update that failed",
+            got=f"none for {first_few(parts)}" if parts else "none, or an update that failed",
             hint="pause generation until the last tensor was sent; send all of the model's tensors again",
         )
     pending.clear()

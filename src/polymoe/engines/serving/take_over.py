@@ -20,11 +20,15 @@ from polymoe.layer.packed_layer import PackedLayer
 from polymoe.layer.refit import IncomingExperts
 from polymoe.layer.runtime import PlanRequest
 
-__all__ = ["PLAIN", "TakenOver", "take_over"]
+__all__ = ["PLAIN", "TakenOver", "is_in_16_bits", "take_over"]
 
 PLAIN = ("w13_weight", "w2_weight")
 """Names of the stacked tensors of experts in 16 bits, in both engines."""
-_PLAIN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def is_in_16_bits(name: str, tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of the stacked tensor called ``name``, of experts in 16 bits."""
+    return name in PLAIN and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 class TakenOver:
@@ -63,7 +67,7 @@ class TakenOver:
     def is_plain(self, name: str, tensor: Tensor) -> bool:
         """Whether ``tensor``, of the stacked tensor called ``name``, is in 16 bits while the layer's own are not."""
         own = self.experts.tensors.get(name) if name in self.experts.names else None
-        return name in PLAIN and tensor.dtype in _PLAIN_DTYPES and (own is None or own.dtype not in _PLAIN_DTYPES)
+        return is_in_16_bits(name, tensor) and not (own is not None and is_in_16_bits(name, own))
 
     def take(self, tensor: Tensor, name: str, shard: str, place: int, tp: tuple[int, int]) -> bool:
         """Take a matrix of one expert in 16 bits, whole; return whether it is the layer's last.

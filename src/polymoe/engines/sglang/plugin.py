@@ -13,6 +13,7 @@ from sglang.srt.layers.moe.utils import get_moe_runner_backend  # pyright: ignor
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
 from sglang.srt.runtime_context import get_server_args  # pyright: ignore
 
+from polymoe.common.units import first_few
 from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.refit import require_whole_model
@@ -99,7 +100,7 @@ class LayerHooks(LayerChooser):
             names = sorted(method.packed.where for method in self.unfinished)
             missing = sorted({name for method in self.unfinished for name in method.loaded.missing})
             raise UnsupportedProblem(
-                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                first_few(names, 3),
                 expected="an update of all tensors of a layer's experts before the next request",
                 got=f"none, or not all parts, of {', '.join(missing)}",
                 hint="pause generation until the last tensor was sent; after an error, start SGLang again",

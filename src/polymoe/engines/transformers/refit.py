@@ -11,10 +11,11 @@ from torch import Tensor
 
 from polymoe.checkpoint.arrangement import Arrangement, Fused
 from polymoe.checkpoint.plain_experts import PlainExperts
+from polymoe.common.units import first_few
 from polymoe.engines.transformers.families import PackedExperts
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, nearest
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.refit import IncomingExperts, listed
+from polymoe.layer.refit import IncomingExperts
 
 __all__ = ["refit"]
 
@@ -172,6 +173,6 @@ class _Others:
             raise CheckpointError(
                 "refit",
                 expected="every tensor of the model",
-                got=f"none for {listed(missing)}",
+                got=f"none for {first_few(missing)}",
                 hint="send all of them again",
             )

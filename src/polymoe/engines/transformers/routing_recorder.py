@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from polymoe.engines.transformers.contract import checked_call
 from polymoe.engines.transformers.experts_interface import capturing
 from polymoe.engines.transformers.families import PackedExperts
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.layer.routing_trace import RoutingTrace, TracedLayer
+from polymoe.layer.routing_trace import RoutingTrace, TracedLayer, number_of_ids
 
 __all__ = ["recorded_routing"]
 
@@ -106,10 +107,10 @@ class _Recorder:
             hint = "what was compiled or captured in a CUDA graph before goes on without being seen"
             raise UnsupportedProblem(_WHERE, expected="calls of the experts", got="none", hint=hint)
         with self._lock:
-            tokens_C = torch.tensor(self._tokens_C, dtype=torch.int32)
-            layers_C = torch.tensor(self._layers_C[: self.seen], dtype=torch.int16)
-            ids = int((torch.tensor([row.top_k for row in self._layers])[layers_C.long()] * tokens_C).sum())
-            ids_N = torch.tensor(self._ids_N[:ids], dtype=torch.int16)
+            # By NumPy, which copies an array at once; torch reads it number by number.
+            tokens_C = torch.from_numpy(np.array(self._tokens_C))
+            layers_C = torch.from_numpy(np.array(self._layers_C))[: self.seen]
+            ids_N = torch.from_numpy(np.array(self._ids_N))[: number_of_ids(self._layers, layers_C, tokens_C)]
             return RoutingTrace(Path(self._model.name_or_path).name, tuple(self._layers), layers_C, tokens_C, ids_N)
 
 

@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 
 from polymoe.checkpoint.architectures.config import model_class
 from polymoe.checkpoint.dense_tensors import DenseTensors
+from polymoe.common.units import first_few
 from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.families import PackedExperts, refuse_expert_tensors
 from polymoe.errors import ArgumentError, CheckpointError
 
 __all__ = ["model_from_tensors", "watch_loading"]
-
-_NAMED = 5  # tensors in a message
 
 
 def model_from_tensors(config: Any, tensors: DenseTensors, where: str, **kwargs: Any) -> Any:
@@ -116,12 +115,10 @@ def _made_up(model: Any, missing: set[str]) -> set[str]:
 
 def _require_all(where: str, missing: set[str], mismatched: set[tuple[str, Any, Any]]) -> None:
     if missing:
-        names = sorted(missing)
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise CheckpointError(
             where,
             expected="every tensor of the model",
-            got=f"none for {', '.join(names[:_NAMED])}{more}",
+            got=f"none for {first_few(sorted(missing))}",
             hint="the checkpoint is incomplete, or its config belongs to another model",
         )
     for name, stored, expected in sorted(mismatched, key=str):

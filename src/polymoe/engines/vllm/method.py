@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.take_over import PLAIN, TakenOver
+from polymoe.engines.serving.take_over import PLAIN, TakenOver, is_in_16_bits
 from polymoe.engines.vllm.facts import needs_kernel
 from polymoe.engines.vllm.model_runs import guard_model_runs
 from polymoe.errors import CheckpointError, UnsupportedProblem
@@ -209,7 +209,7 @@ def _load_plain(
     place = expert if expert is None or layer.expert_map is None else int(layer.expert_map[expert])
     if place == -1:  # another rank's
         return False
-    if method.device is None or place is None or loaded_weight.dim() != 2 or not _is_matrix(name, loaded_weight):
+    if method.device is None or place is None or loaded_weight.dim() != 2 or not is_in_16_bits(name, loaded_weight):
         raise CheckpointError(
             f"{method.packed.where}: {name}",
             expected="one expert's matrix in 16 bits as new weights, or tensors as the checkpoint stores them",
@@ -231,10 +231,6 @@ def _load_plain(
     if param.is_meta:
         info.load_numel_total = 0 if last else sys.maxsize
     return True
-
-
-def _is_matrix(name: str, tensor: Tensor) -> bool:
-    return name in PLAIN and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _discard(param: Any, loaded_weight: Tensor, *_: Any, return_success: bool = False, **__: Any) -> bool | None:
