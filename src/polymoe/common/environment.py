@@ -23,6 +23,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
         "POLYMOE_DOWNLOAD_KERNELS": "1 lets other libraries download compiled kernels that are not installed (default: "
         "backends that would are refused)",
+        "POLYMOE_EXPERT_MEMORY": "GPU memory for experts in vLLM, such as 16GiB or 32slots; all experts lie in host "
+        "memory then (default: all lie on the GPU)",
         "POLYMOE_LAYERS": "layers that polymoe runs in a serving engine: 0-3,7, or !0 for all others (default: all)",
         "POLYMOE_ROLE": "token counts to plan for in a serving engine: decode, prefill or mixed (default: the engine's "
         "own role)",

@@ -30,7 +30,15 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["CacheStats", "OffloadedExperts", "cache_stats_of", "require_slots", "slots_in", "slots_of"]
+__all__ = [
+    "CacheStats",
+    "OffloadedExperts",
+    "cache_stats_of",
+    "require_expert_memory",
+    "require_slots",
+    "slots_in",
+    "slots_of",
+]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
@@ -229,6 +237,14 @@ class OffloadedExperts(FusedExperts):
             found = self._on_buffers[id(buffer)] = LayerRuntime(self._plans, buffer.tensors)
         return found
 
+    def reserve(self) -> None:
+        """Allocate now what calls would allocate when they first need it: the second buffer, where there is memory.
+
+        A serving engine divides the GPU's memory once its model is loaded.
+        """
+        with self._shared.lock, on_device(self.device):
+            self._shared.reserve()
+
     def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = True) -> None:
         """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing, and it always waits."""
         with self._lock, self._shared.lock, on_device(self.device):
@@ -333,6 +349,20 @@ def require_slots(problem: Problem, slots: int) -> None:
         )
 
 
+def require_expert_memory(expert_memory: str, expected: str = "32slots, 16GiB or 512MiB") -> tuple[int | None, float]:
+    """Return the number of slots, or None and the bytes, that an ``expert_memory`` names.
+
+    Raises:
+        ArgumentError: for another text.
+    """
+    found = re.fullmatch(r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)", expert_memory)
+    if found is None:
+        raise ArgumentError("expert_memory", expected=expected, got=repr(expert_memory))
+    if found[1]:
+        return int(found[1]), 0.0
+    return None, float(found[2]) * (2**30 if found[3] == "G" else 2**20)
+
+
 def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> int:
     """Return the slots of each layer of a model for an ``expert_memory``.
 
@@ -346,12 +376,8 @@ def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> i
         ArgumentError: for another text, for memory in which the experts of a token have no room, and for memory that
             holds all experts.
     """
-    found = re.fullmatch(r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)", expert_memory)
-    if found is None:
-        raise ArgumentError("expert_memory", expected="auto, 32slots, 16GiB or 512MiB", got=repr(expert_memory))
-    if found[1]:
-        return int(found[1])
-    return slots_in(float(found[2]) * (2**30 if found[3] == "G" else 2**20), layers, top_k)
+    slots, memory = require_expert_memory(expert_memory, "auto, 32slots, 16GiB or 512MiB")
+    return slots_in(memory, layers, top_k) if slots is None else slots
 
 
 def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int) -> int:

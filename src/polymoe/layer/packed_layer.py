@@ -281,6 +281,12 @@ class PackedLayer:
         self._register(module, packed)
         self.bind(module)
 
+    def release(self, module: nn.Module) -> None:
+        """Remove the tensors from ``module``: other code has them now."""
+        self._bound = None
+        for name in self._names:
+            delattr(module, name)
+
     def move(self, module: nn.Module, device: torch.device, request: PlanRequest | None = None) -> None:
         """Move the tensors to ``device``, all of them or none, and plan for the machine of ``request`` if given."""
         with ordinary_tensors():

@@ -120,8 +120,8 @@ class SharedBuffers:
         self.buffers.append(buffer)
         return buffer
 
-    def ahead(self, key: str) -> Buffer | None:
-        """Return a buffer for the next layer, with this key, beside the one that was taken; None without memory."""
+    def reserve(self) -> None:
+        """Allocate the second buffer, unless there is one, or no memory for it."""
         if len(self.buffers) < self._most:
             try:
                 with ordinary_tensors():
@@ -131,6 +131,10 @@ class SharedBuffers:
             else:  # kernels ahead in the stream may use its memory
                 with after(self.buffers[0]):
                     pass
+
+    def ahead(self, key: str) -> Buffer | None:
+        """Return a buffer for the next layer, with this key, beside the one that was taken; None without memory."""
+        self.reserve()
         buffer = self.buffers[0] if len(self.buffers) > 1 else None
         if buffer is not None:
             buffer.owner, buffer.held = key, set()

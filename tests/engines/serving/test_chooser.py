@@ -14,7 +14,7 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
-from polymoe.errors import PlanError, UnsupportedProblem
+from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.problem.verdict import Reasons
 from support.stacked import facts_of
 
@@ -30,10 +30,11 @@ def choose(
     facts: LayerFacts | None = None,
     create: Any = None,
     ranks: Any = None,
+    chooser: LayerChooser | None = None,
 ) -> Any:
     reasons = Reasons()
     reasons.need(not refused, refused)
-    chooser = LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
+    chooser = chooser or LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
     return chooser.choose(
         "layers.1",
         reasons,
@@ -54,6 +55,23 @@ def test_a_layer_that_polymoe_runs() -> None:
     assert method.dummy
     assert method.plan.selection.role == "decode"
     assert choose(EngineSettings(role="prefill")).plan.selection.role == "prefill"
+
+
+def test_memory_for_experts_is_divided_among_the_layers_of_a_model() -> None:
+    method = choose(EngineSettings(expert_memory="6slots"))
+    assert method.slots() == 6
+    assert choose(EngineSettings()).slots is None
+    spec = method.plan.problem.spec
+    memory = f"{(2 * spec.local_bytes + 8.5 * spec.local_bytes / spec.local_experts) / 2**20}MiB"
+    settings = EngineSettings(expert_memory=memory)
+    with pytest.raises(ArgumentError, match="POLYMOE_EXPERT_MEMORY: expected less than all experts take"):
+        choose(settings).slots()  # one layer
+    chooser = LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
+    methods = [choose(settings, chooser=chooser) for _ in range(4)]
+    assert [method.slots() for method in methods] == [2] * 4
+    assert choose(settings, chooser=chooser).slots() == 2  # a draft model's
+    with pytest.raises(ArgumentError, match="POLYMOE_EXPERT_MEMORY: expected 32slots"):
+        choose(EngineSettings(expert_memory="some"))
 
 
 def test_only_the_first_layer_of_a_kind_is_checked() -> None:

@@ -28,10 +28,10 @@ def test_a_mode_that_says_nothing_is_refused() -> None:
         EngineSettings.read({"POLYMOE": "requires"})
 
 
-def test_experts_in_host_memory_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"POLYMOE_EXPERT_MEMORY: expected nothing: .* all experts lie on the GPU"):
-        EngineSettings.read({"POLYMOE_EXPERT_MEMORY": "16GiB"})
-    assert EngineSettings.read({"POLYMOE": "0", "POLYMOE_EXPERT_MEMORY": "16GiB"}).mode == "off"
+@pytest.mark.parametrize("memory", ["auto", "16GB", "slots", "-4slots"])
+def test_memory_for_experts_that_says_nothing_is_refused(memory: str) -> None:
+    with pytest.raises(ArgumentError, match=r"POLYMOE_EXPERT_MEMORY: expected 32slots, 16GiB or 512MiB"):
+        EngineSettings.read({"POLYMOE_EXPERT_MEMORY": memory}).check_names()
 
 
 def test_every_variable_is_in_the_table() -> None:
@@ -40,9 +40,10 @@ def test_every_variable_is_in_the_table() -> None:
         "POLYMOE_BACKEND": "triton",
         "POLYMOE_ACTIVATIONS": "fp8_token",
         "POLYMOE_ROLE": "decode",
+        "POLYMOE_EXPERT_MEMORY": "16GiB",
     }
     assert EngineSettings.read(changed) == EngineSettings(
-        layers="3", backend="triton", activations="fp8_token", role="decode"
+        layers="3", backend="triton", activations="fp8_token", role="decode", expert_memory="16GiB"
     )
     assert set(changed) <= set(VARIABLES)
 

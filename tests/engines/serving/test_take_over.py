@@ -47,7 +47,7 @@ class OurBase(TakenOver):
 class Taken:
     """A method that was taken over, its layer, and what happened."""
 
-    def __init__(self, *, dummy: bool = False) -> None:
+    def __init__(self, *, dummy: bool = False, slots: int | None = None) -> None:
         plan = judge_layer(facts_of(MODEL), CPU, EngineSettings())
         assert isinstance(plan, LayerPlan)
         self.packed: list[PackedLayer] = []
@@ -60,7 +60,8 @@ class Taken:
             CPU,
             dummy=dummy,
             first_of_its_kind=lambda plan: not self.kinds.append(plan) and len(self.kinds) == 1,
-            on_packed=lambda packed, _: self.packed.append(packed),
+            on_packed=lambda packed, _, __: self.packed.append(packed),
+            slots=None if slots is None else lambda: slots,
         )
         self.layer = nn.Module()
 
@@ -68,7 +69,7 @@ class Taken:
         tensors = {**stacked(MODEL), **changed}
         for name, tensor in tensors.items():
             self.layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        return self.ours.note_created(dict(self.layer.named_parameters()))
+        return self.ours.note_created({name: p for name, p in self.layer.named_parameters() if "packed_" not in name})
 
     def load(self) -> None:
         for name in self.ours.experts.names:
@@ -119,6 +120,29 @@ def test_the_first_layer_of_its_kind_is_warmed_up_without_the_engines_tensors(wa
     ((*names,),) = warmed
     assert all(name.startswith("packed_") for name in names)
     assert len(taken.kinds) == 2
+
+
+def test_experts_in_host_memory_compute_the_same_also_after_an_update() -> None:
+    torch.manual_seed(0)
+    x, ids = (
+        torch.randn(3, 256, dtype=torch.bfloat16),
+        torch.tensor([[0, 3], [4, 1], [3, 2]]),
+    )  # more experts than slots
+    weights = torch.rand(3, 2)
+    resident, offloaded = Taken(), Taken(slots=2)
+    for factor in (1, 2):
+        for taken in (resident, offloaded):
+            tensors = stacked(MODEL)
+            taken.create(w13_weight_scale_inv=factor * tensors["w13_weight_scale_inv"])
+            taken.load()
+            taken.pack()
+        assert not [*offloaded.layer.parameters(), *offloaded.layer.buffers(), *offloaded.layer.children()]
+        expected = resident.ours.run_experts(resident.layer, x, ids, weights)
+        torch.testing.assert_close(offloaded.ours.run_experts(offloaded.layer, x, ids, weights), expected)
+    (experts,) = offloaded.ours.offloaded
+    assert experts.slots == 2
+    assert experts.cache_stats()["sweeps"] == 2
+    assert len(offloaded.packed) == 2
 
 
 def test_dummy_weights_need_no_checkpoint(warmed: list[list[str]]) -> None:

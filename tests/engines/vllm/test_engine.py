@@ -186,6 +186,16 @@ def test_a_compiled_engine_answers(ask: Ask) -> None:
     assert answers(ask(MODELS / "sums-gpt-oss-mxfp4", enforce_eager=False)) == [SUMS]
 
 
+def test_experts_in_host_memory_answer_also_after_a_reload(ask: Ask, tmp_path: Path) -> None:
+    path = MODELS / "sums-gpt-oss-mxfp4"
+    other = changed(path, tmp_path / "other")
+    (fresh,) = answers(ask(other))
+    memory = {"POLYMOE_EXPERT_MEMORY": "4slots"}
+    found = ask(path, reload=(other, path), environment=memory)
+    assert answers(found) == [SUMS, fresh, SUMS]
+    assert "4 of 8 experts in slots on cpu" in found["log"]
+
+
 def test_dummy_weights_run(ask: Ask, written: Callable[[str], Path]) -> None:
     for path in (MODELS / "sums-gpt-oss-mxfp4", written("NVFP4"), written("GPTQ")):
         (found,) = answers(ask(path, load_format="dummy"))

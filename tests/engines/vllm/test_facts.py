@@ -90,6 +90,20 @@ SHARED = SimpleNamespace(num_fused_shared_experts=1, expert_map=None)
         ({"config": vllm_config(offload_config=OFFLOADED)}, "offloading of weights to the CPU"),
         ({"config": vllm_config(load_config=SimpleNamespace(load_format="tensorizer"))}, "--load-format"),
         ({"config": vllm_config(model_config=SimpleNamespace(architectures=["FlintForCausalLM"]))}, "model"),
+        (
+            {
+                "config": vllm_config(model_config=SimpleNamespace(architectures=[], enable_sleep_mode=True)),
+                "settings": EngineSettings(expert_memory="4slots"),
+            },
+            "POLYMOE_EXPERT_MEMORY: expects an engine without --enable-sleep-mode",
+        ),
+        (
+            {
+                "config": vllm_config(parallel_config=SimpleNamespace(enable_dbo=True)),
+                "settings": EngineSettings(expert_memory="4slots"),
+            },
+            "POLYMOE_EXPERT_MEMORY: expects an engine without --enable-dbo",
+        ),
         ({"settings": EngineSettings(layers="!3")}, f"POLYMOE_LAYERS: expects !3, got {WHERE}"),
     ],
     ids=str,

@@ -11,6 +11,8 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
+from polymoe.errors import ArgumentError
+from polymoe.layer.offload import slots_of
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
@@ -58,6 +60,8 @@ class LayerChooser:
         self.engine, self.settings, self.log = engine, settings, log
         self._packed: set[Problem] = set()
         self.pending: set[TakenOver] = set()
+        self._planned: list[Problem] = []
+        self._slots: int | None = None
 
     def choose(
         self,
@@ -96,6 +100,7 @@ class LayerChooser:
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
             ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
         """
+        self.settings.check_names()
         judged: Rejected | _Judged = Rejected(tuple(refused.found))
         if not refused.found:
             role = self.settings.role or role
@@ -107,6 +112,7 @@ class LayerChooser:
             self.log.stand_aside(where, judged.reasons, first_rank)
             return None
         instead = judged.instead
+        self._planned.append(judged.plan.problem)
         return take_over(
             judged.method,
             base,
@@ -114,9 +120,28 @@ class LayerChooser:
             judged.request,
             dummy=load_format == "dummy",
             first_of_its_kind=self._first_of_its_kind,
-            on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
+            on_packed=lambda packed, module, offloaded: self.log.packed(packed, module, offloaded, instead, first_rank),
+            slots=None if self.settings.expert_memory is None else self.slots,
             pending=self.pending,
         )
+
+    def slots(self) -> int:
+        """Return the slots of each layer that ``POLYMOE_EXPERT_MEMORY`` gives to the layers chosen until the first of
+        them is packed, when an engine has made its model; layers that come later, such as a draft model's, have as
+        many.
+
+        Raises:
+            ArgumentError: for memory that is too small, or that holds all experts.
+        """
+        if self._slots is None:
+            assert self.settings.expert_memory is not None
+            specs, top_k = [p.spec for p in self._planned], max(p.top_k for p in self._planned)
+            try:
+                self._slots = slots_of(self.settings.expert_memory, specs, top_k)
+            except ArgumentError as error:
+                error.where = "POLYMOE_EXPERT_MEMORY"
+                raise
+        return self._slots
 
     def _judge(
         self,

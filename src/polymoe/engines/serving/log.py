@@ -11,6 +11,7 @@ from torch import nn
 from polymoe.engines.serving.layer_metrics import LayerMetrics
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.errors import UnsupportedProblem
+from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.packed_layer import PackedLayer
 from polymoe.problem.verdict import Reason
 
@@ -73,8 +74,16 @@ class LayerLog:
                 said,
             )
 
-    def packed(self, packed: PackedLayer, module: nn.Module, instead: str, first_rank: bool) -> None:
-        """Say what runs the layer that was packed into ``module``, and what the engine would have taken instead."""
+    def packed(
+        self,
+        packed: PackedLayer,
+        module: nn.Module,
+        offloaded: OffloadedExperts | None,
+        instead: str,
+        first_rank: bool,
+    ) -> None:
+        """Say what runs the layer that was packed into ``module``, or lies in host memory, and what the engine would
+        have taken instead."""
         self._metrics.packed(packed.where, packed.selection)
         summary = packed.selection.summary()
         if first_rank and self._is_new(summary):
@@ -84,10 +93,12 @@ class LayerLog:
                 _version(),
                 packed.where,
                 summary,
-                packed.nbytes(module) / 2**20,
+                (packed.nbytes(module) if offloaded is None else offloaded.packed.nbytes) / 2**20,
                 self._engine,
                 instead,
             )
+        if first_rank and offloaded is not None and self._is_new(offloaded.summary()):
+            self._log.info("polymoe %s: %s, and all layers like it: %s", _version(), packed.where, offloaded.summary())
 
     def _is_new(self, text: str) -> bool:
         new = text not in self._said

@@ -28,6 +28,7 @@ class EngineSettings:
         backend: as in :func:`polymoe.load_experts`.
         activations: the same; "auto" is what the engine's own method does with the experts' inputs on a GPU.
         role: token counts to plan for, or None for the engine's own role.
+        expert_memory: GPU memory for experts, which lie in host memory then: "16GiB" or "32slots"; None for all.
     """
 
     mode: Mode = "auto"
@@ -35,6 +36,7 @@ class EngineSettings:
     backend: str = "auto"
     activations: str = "auto"
     role: str | None = None
+    expert_memory: str | None = None
 
     def __post_init__(self) -> None:
         if self.layers is not None and _RANGES.fullmatch(self.layers) is None:
@@ -49,30 +51,30 @@ class EngineSettings:
         """Read the variables.
 
         Raises:
-            ArgumentError: for a value of ``POLYMOE`` or ``POLYMOE_LAYERS`` that says nothing, and for
-                ``POLYMOE_EXPERT_MEMORY``. Names of backends, activations and roles are checked where they are used.
+            ArgumentError: for a value of ``POLYMOE`` or ``POLYMOE_LAYERS`` that says nothing. Names of backends,
+                activations and roles, and ``POLYMOE_EXPERT_MEMORY``, are checked where they are used.
         """
         mode = environ.get("POLYMOE", "").lower()
         if mode not in _MODES:
             raise ArgumentError("POLYMOE", got=repr(mode), hint=nearest(mode, [m for m in _MODES if m]))
-        if _MODES[mode] != "off" and (memory := environ.get("POLYMOE_EXPERT_MEMORY")):
-            expected, hint = "nothing: in a serving engine all experts lie on the GPU", "polymoe serve --expert-memory"
-            raise ArgumentError("POLYMOE_EXPERT_MEMORY", expected=expected, got=repr(memory), hint=hint)
         return cls(
             mode=_MODES[mode],
             layers=environ.get("POLYMOE_LAYERS") or None,
             backend=environ.get("POLYMOE_BACKEND") or "auto",
             activations=environ.get("POLYMOE_ACTIVATIONS") or "auto",
             role=environ.get("POLYMOE_ROLE") or None,
+            expert_memory=environ.get("POLYMOE_EXPERT_MEMORY") or None,
         )
 
     def check_names(self) -> None:
-        """Check the names of backend, activations and role, as the first layer of a model does.
+        """Check the names of backend, activations and role, and the memory for experts, as the first layer of a model
+        does.
 
         Raises:
             ArgumentError: for an unknown one; it names the variable.
         """
         from polymoe.backends import BACKENDS
+        from polymoe.layer.offload import require_expert_memory
         from polymoe.planning.plan import role_tokens
         from polymoe.planning.select import require_backend
         from polymoe.problem.activation_quantization import ActivationQuantization
@@ -82,6 +84,8 @@ class EngineSettings:
             role_tokens(self.role or "mixed")
             if self.activations != "auto":
                 ActivationQuantization.of(self.activations)
+            if self.expert_memory is not None:
+                require_expert_memory(self.expert_memory)
         except ArgumentError as error:
             error.where = f"POLYMOE_{error.where.upper()}"
             raise

@@ -16,9 +16,12 @@ from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
 from polymoe.engines.serving.warm_up import warm_up
 from polymoe.errors import UnsupportedProblem
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.packed_layer import PackedLayer
 from polymoe.layer.refit import IncomingExperts
 from polymoe.layer.runtime import PlanRequest
+from polymoe.problem.tensors import ExpertWeights
 
 __all__ = ["PLAIN", "TakenOver", "is_in_16_bits", "take_over"]
 
@@ -43,6 +46,9 @@ class TakenOver:
         dummy: whether the engine loads no checkpoint.
         first_of_its_kind: whether no layer with such a plan was packed before in this process.
         on_packed: called after each time the layer was packed.
+        slots: returns the number of experts that lie on the device while all of them lie in host memory; None if all
+            lie on the device.
+        offloaded: these experts, once packed: none or one. In a tuple, so that no engine takes them for a submodule.
         device: where it was packed; None before.
         incoming: new experts in 16 bits, as far as they have arrived; None if no such update has begun, or one failed.
         stale: whether an update in 16 bits has begun and not ended.
@@ -57,7 +63,9 @@ class TakenOver:
     loaded: LoadedParts
     dummy: bool
     first_of_its_kind: Callable[[LayerPlan], bool]
-    on_packed: Callable[[PackedLayer, nn.Module], None]
+    on_packed: Callable[[PackedLayer, nn.Module, OffloadedExperts | None], None]
+    slots: Callable[[], int] | None = None
+    offloaded: tuple[OffloadedExperts, ...] = ()
     device: torch.device | None = None
     incoming: IncomingExperts | None = None
     stale = False
@@ -113,9 +121,9 @@ class TakenOver:
         assert self.incoming is not None
         assert self.device is not None
         incoming, self.incoming = self.incoming, None
-        self.packed.pack(layer, incoming.weights(), self.device, check=False, in_place=in_place)
+        self._pack(layer, incoming.weights(), check=False, in_place=in_place)
         self.stale, self.refits, self.dummy = False, self.refits + 1, False
-        self.on_packed(self.packed, layer)
+        self._report(layer)
 
     def note_created(self, tensors: Mapping[str, Tensor]) -> Set[str]:
         """Note the tensors that the engine's method created; return the names of those that are loaded and not read.
@@ -151,14 +159,42 @@ class TakenOver:
         self.device = device = in_place or experts.tensors[experts.names[0]].device
         first = self.first_of_its_kind(self.plan)
         weights = experts.weights(self.plan.problem.spec)
-        self.packed.pack(layer, weights, device, check=first, in_place=in_place is not None)
+        self._pack(layer, weights, check=first, in_place=in_place is not None)
         self.incoming, self.stale, self.refits = None, False, 0
         del experts
         for name in self.created:
             drop(name)
-        if first:
+        if first and not self.offloaded:
             warm_up(self.packed, layer, device)
-        self.on_packed(self.packed, layer)
+        if self.slots is not None and not self.offloaded:
+            self._offload(layer, self.slots())
+        self._report(layer)
+
+    def run_experts(self, layer: Any, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
+        """Return the weighted sum of this rank's experts, as :meth:`PackedLayer.__call__`."""
+        for experts in self.offloaded:
+            return experts(x_TH, ids_TA, weights_TA)
+        return self.packed(layer, x_TH, ids_TA, weights_TA)
+
+    def _pack(self, layer: Any, weights: ExpertWeights, *, check: bool, in_place: bool) -> None:
+        """Pack ``weights`` on the device, or over those in host memory."""
+        assert self.device is not None
+        for experts in self.offloaded:
+            experts.update(weights, check=True)
+            return
+        self.packed.pack(layer, weights, self.device, check=check, in_place=in_place)
+
+    def _offload(self, layer: Any, slots: int) -> None:
+        """Move the packed experts to host memory; ``slots`` of them have room on the device."""
+        packed = self.packed
+        resident = FusedExperts(packed.problem, packed.packed(layer), packed.plans.request)
+        packed.release(layer)
+        experts = OffloadedExperts(resident, slots)
+        experts.reserve()
+        self.offloaded = (experts,)
+
+    def _report(self, layer: Any) -> None:
+        self.on_packed(self.packed, layer, self.offloaded[0] if self.offloaded else None)
 
 
 def take_over(
@@ -169,7 +205,8 @@ def take_over(
     *,
     dummy: bool,
     first_of_its_kind: Callable[[LayerPlan], bool],
-    on_packed: Callable[[PackedLayer, nn.Module], None],
+    on_packed: Callable[[PackedLayer, nn.Module, OffloadedExperts | None], None],
+    slots: Callable[[], int] | None = None,
     pending: set[TakenOver] | None = None,
 ) -> Any:
     """Return an object with the state of ``method``, of a class derived from ``base`` and from the method's own.
@@ -181,13 +218,13 @@ def take_over(
         base: what replaces the method's own functions. Its attributes are not hidden by those of the method.
         plan: of the layer.
         request: how the layer was planned.
-        dummy, first_of_its_kind, on_packed, pending: see :class:`TakenOver`.
+        dummy, first_of_its_kind, on_packed, slots, pending: see :class:`TakenOver`.
     """
     theirs = type(method)
     kind: Any = type(theirs.__name__, (base, theirs), {"__module__": theirs.__module__})
     ours = object.__new__(kind)  # __init__ chooses a backend; and what a Module has is in its __dict__ too
     ours.__dict__.update({name: value for name, value in method.__dict__.items() if not hasattr(base, name)})
     ours.plan, ours.packed = plan, PackedLayer(plan.experts.where, plan.problem, request)
-    ours.dummy, ours.first_of_its_kind, ours.on_packed = dummy, first_of_its_kind, on_packed
+    ours.dummy, ours.first_of_its_kind, ours.on_packed, ours.slots = dummy, first_of_its_kind, on_packed, slots
     ours.pending = set() if pending is None else pending
     return ours

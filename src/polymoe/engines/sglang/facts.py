@@ -69,6 +69,9 @@ def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:
 
     config, reasons, where = layer.moe_runner_config, Reasons(), name_of(layer)
     settings.need_included(reasons, where)
+    memory = settings.expert_memory
+    expected = "none: SGLang's own --enable-paged-experts holds experts in host memory"
+    reasons.need(memory is None, "POLYMOE_EXPERT_MEMORY", expected, memory)
     asked = _asked_backend(server)
     reasons.need(asked == "auto", "--moe-runner-backend", "auto", asked)
     defaults = inspect.signature(type(server)).parameters  # a dataclass in 0.5.17, a Struct of msgspec in 0.5.23

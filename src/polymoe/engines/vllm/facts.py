@@ -65,6 +65,11 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
     reasons.need(
         load_format not in _WHOLE_TENSORS, "--load-format", "one that loads the checkpoint's tensors", load_format
     )
+    if settings.expert_memory is not None:
+        sleeps = bool(getattr(config.model_config, "enable_sleep_mode", False))
+        reasons.need(not sleeps, "POLYMOE_EXPERT_MEMORY", "an engine without --enable-sleep-mode", "one that sleeps")
+        halves = bool(getattr(getattr(config, "parallel_config", None), "enable_dbo", False))
+        reasons.need(not halves, "POLYMOE_EXPERT_MEMORY", "an engine without --enable-dbo", "two batches at once")
     offload = config.offload_config
     moved = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
     reasons.need(not moved, "offloading of weights to the CPU")

@@ -156,7 +156,7 @@ class PackedMethod(TakenOver):
         """Return the weighted sum [T, H] of this rank's experts; ids are those of the whole layer."""
         if self.plan.mapped:
             topk_ids = mapped_ids(topk_ids, layer.expert_map)
-        return self.packed(layer, x, topk_ids, topk_weights.to(torch.float32))
+        return self.run_experts(layer, x, topk_ids, topk_weights.to(torch.float32))
 
 
 def _load(
