@@ -139,6 +139,11 @@ def test_experts_in_host_memory_compute_the_same_also_after_an_update() -> None:
         assert not [*offloaded.layer.parameters(), *offloaded.layer.buffers(), *offloaded.layer.children()]
         expected = resident.ours.run_experts(resident.layer, x, ids, weights)
         torch.testing.assert_close(offloaded.ours.run_experts(offloaded.layer, x, ids, weights), expected)
+    whole = Taken(slots=5)
+    whole.create()
+    whole.load()
+    whole.pack()
+    assert whole.ours.offloaded == ()
     (experts,) = offloaded.ours.offloaded
     assert experts.slots == 2
     assert experts.cache_stats()["sweeps"] == 2

@@ -196,6 +196,17 @@ def test_experts_in_host_memory_answer_also_after_a_reload(ask: Ask, tmp_path: P
     assert "4 of 8 experts in slots on cpu" in found["log"]
 
 
+@pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])
+def test_ranks_have_slots_of_their_own(ask: Ask, written: Callable[[str], Path], split: dict[str, Any]) -> None:
+    """Also where new weights arrive in 16 bits, sent in buckets."""
+    memory = {"POLYMOE_EXPERT_MEMORY": "2slots"}
+    sent = ((written("BF16"), ""),)
+    found = ask(written("FP8 by channel"), sent=sent, tensor_parallel_size=2, environment=memory, **split)
+    assert answers(found) == [SUMS, SUMS]
+    assert "2 of " in found["log"]
+    assert "experts in slots on cpu" in found["log"]
+
+
 def test_dummy_weights_run(ask: Ask, written: Callable[[str], Path]) -> None:
     for path in (MODELS / "sums-gpt-oss-mxfp4", written("NVFP4"), written("GPTQ")):
         (found,) = answers(ask(path, load_format="dummy"))

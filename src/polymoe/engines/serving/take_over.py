@@ -47,7 +47,7 @@ class TakenOver:
         first_of_its_kind: whether no layer with such a plan was packed before in this process.
         on_packed: called after each time the layer was packed.
         slots: returns the number of experts that lie on the device while all of them lie in host memory; None if all
-            lie on the device.
+            lie on the device, as also where the layer has no more of them.
         offloaded: these experts, once packed: none or one. In a tuple, so that no engine takes them for a submodule.
         device: where it was packed; None before.
         incoming: new experts in 16 bits, as far as they have arrived; None if no such update has begun, or one failed.
@@ -166,8 +166,9 @@ class TakenOver:
             drop(name)
         if first and not self.offloaded:
             warm_up(self.packed, layer, device)
-        if self.slots is not None and not self.offloaded:
-            self._offload(layer, self.slots())
+        local = self.plan.problem.spec.local_experts
+        if self.slots is not None and not self.offloaded and (slots := self.slots()) < local:
+            self._offload(layer, slots)
         self._report(layer)
 
     def run_experts(self, layer: Any, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
