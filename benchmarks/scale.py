@@ -1,16 +1,19 @@
 """Experts, rows, times and exchange of a rank under wide expert parallelism, simulated: the tables of docs/scale.md.
 
-``python benchmarks/scale.py`` prints them. Nothing here runs on several GPUs: times of experts are predictions of the
-cost model, and those of the exchange follow from DeepEP's published rates.
+``python benchmarks/scale.py`` prints that of each model; write_docs.py writes the document's. Nothing here runs on
+several GPUs: times of experts are predictions of the cost model, and those of the exchange follow from DeepEP's
+published rates.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from backends_document import markdown
 
 from polymoe.backends import BACKENDS
 from polymoe.backends.cost import ZIPF_EXPONENT, chances
@@ -46,6 +49,14 @@ class Model:
 
 
 MODELS = (Model("DeepSeek-V3, FP8", "deepseek-v3", 58), Model("Kimi-K2, INT4", "kimi-k2", 60))
+
+PUBLISHED = (
+    ("LMSYS, H100, prefill", 32, PREFILL, 52_300),
+    ("LMSYS, H100, decode", 72, 256, 22_300),
+    ("DeepSeek, H800, prefill", 32, PREFILL, 73_700),
+    ("DeepSeek, H800, decode", 144, 128, 14_800),
+)
+"""Deployments of DeepSeek-V3: ranks, tokens a GPU (of decode assumed), and tokens per second of a node of 8 GPUs."""
 
 
 def slots(experts: int, ranks: int, copies: int) -> int:
@@ -95,29 +106,63 @@ def experts_us(model: Model, experts: int, rows: int) -> float:
     return BACKENDS["cuda"].predict(problem, Machine.of("h200"), rows).time_us
 
 
-def table(model: Model) -> str:
-    """The model's table in Markdown, decode batches and then a prefill."""
-    case, lines = case_named(model.case), []
-    lines.append(f"| {' | '.join(COLUMNS)} |")
-    lines.append("|" + " --- |" * len(COLUMNS))
+@dataclass(frozen=True)
+class Step:
+    """A layer's step on the busiest rank; the fields are the table's columns."""
+
+    ranks: int
+    tokens: int
+    experts: int
+    rows: int
+    busiest: tuple[float, float, float]
+    experts_us: float
+    exchange_us: float
+    in_turn: float
+    overlapped: float
+
+    def cells(self) -> list[str]:
+        """Of a row in Markdown."""
+        whole = map(str, (self.ranks, self.tokens, self.experts, self.rows))
+        times = (str(round(us)) for us in (self.experts_us, self.exchange_us))
+        return [*whole, *(f"{m:.2f}" for m in self.busiest), *times, f"{self.in_turn:,.0f}", f"{self.overlapped:,.0f}"]
+
+
+@functools.cache
+def steps(model: Model) -> dict[tuple[int, int], Step]:
+    """Of each number of ranks, the decode batches and then a prefill, by ranks and tokens."""
+    case, found = case_named(model.case), {}
     skewed = chances(case.experts, case.top_k, ZIPF_EXPONENT)
     even = [case.top_k / case.experts] * case.experts
     for ranks in RANKS:
-        most = [max(loads(p, ranks, c)) / (case.top_k / ranks) for p, c in ((even, 0), (skewed, 0), (skewed, COPIES))]
+        kinds = ((even, 0), (skewed, 0), (skewed, COPIES))
+        uniform, zipf, balanced = (max(loads(p, ranks, copies)) / (case.top_k / ranks) for p, copies in kinds)
         each = slots(case.experts, ranks, COPIES)
         for batch in (*BATCHES, PREFILL):
             mean = batch * case.top_k
-            here = round(mean * most[2])
             # Prefill sends a token once to each node of 8 ranks, and at most to 4 of them (node-limited routing).
             sent = mean if batch != PREFILL or ranks == 8 else batch * 4
             rates = NORMAL if batch == PREFILL else LOW_LATENCY
-            compute, exchange = experts_us(model, each, here), exchange_us(sent, case.hidden, ranks, rates)
-            both, larger = compute + exchange, max(compute, exchange)
-            rate = [1e6 * batch / (model.layers * us) for us in (both, larger)]
-            cells = [ranks, batch, each, round(mean / each), *(f"{m:.2f}" for m in most), round(compute),
-                     round(exchange), *(f"{r:,.0f}" for r in rate)]  # fmt: skip
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+            compute = experts_us(model, each, round(mean * balanced))
+            parts = compute, exchange_us(sent, case.hidden, ranks, rates)
+            in_turn, overlapped = (1e6 * batch / model.layers / us for us in (sum(parts), max(parts)))
+            most = uniform, zipf, balanced
+            found[ranks, batch] = Step(ranks, batch, each, round(mean / each), most, *parts, in_turn, overlapped)
+    return found
+
+
+def table(model: Model) -> str:
+    """The model's table in Markdown."""
+    return markdown(COLUMNS, [step.cells() for step in steps(model).values()])
+
+
+def deployments() -> str:
+    """Published rates beside the simulated ones, in Markdown."""
+    rows = []
+    for name, ranks, tokens, node in PUBLISHED:
+        step = steps(MODELS[0])[ranks, tokens]
+        simulated = [f"{rate:,.0f}" for rate in (step.in_turn, step.overlapped)]
+        rows.append([f"{name} on {ranks} ranks", f"{round(node / 8, -1):,.0f} ({node:,} a node)", *simulated])
+    return markdown(["deployment", "published, tokens/s a GPU", "simulated, in turn", "overlapped"], rows)
 
 
 if __name__ == "__main__":

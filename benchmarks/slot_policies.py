@@ -101,7 +101,7 @@ def main() -> None:
             counted = sum(len(call.needed) <= slots[call.layer] for call in calls)
             about = {"trace": name, **sizes, "slots": slots[0], "calls": len(calls), "calls_counted": counted}
             for result in replays(calls, trace, slots):
-                found = {**asdict(result), "hit_rate": round(result.hit_rate, 4)}
+                found = {**asdict(result), "hit_rate": None if result.hit_rate is None else round(result.hit_rate, 4)}
                 append_line(args.out, json.dumps({**about, **found, "date": utc_now(), **stamp}))
         print(name, len(calls), "calls", flush=True)
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import engines_document
 import peers_document
+import scale
 import versions_document
 from backends_document import backends_document, markdown
 
@@ -431,6 +432,7 @@ def documents() -> dict[Path, str]:
         },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
+        docs / "scale.md": {"experts": scale.table(scale.MODELS[0]), "deployments": scale.deployments()},
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
         docs / "engines" / "transformers.md": {"tests": transformers_tests(results / TRANSFORMERS_TESTS)},
     }

@@ -45,14 +45,6 @@ def test_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polymoe.machine.machine._version", lambda name: None)
     monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
     documents = write_docs.documents()
-    assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
-        "README.md", "docs/backends.md", "docs/models.md", "docs/performance/cuda.md", "docs/performance/triton.md",
-        "docs/performance/peers.md", "docs/performance/plots.md",
-        "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
-        "docs/engines/transformers.md",
-        "docs/install.md", "constraints/gpu.txt", "constraints/vllm.txt", "constraints/sglang.txt",
-        "src/polymoe/doctor/ran.json",
-    }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
 
@@ -121,22 +113,12 @@ def test_floors_are_todays() -> None:
 
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
-    pages = (
-        "models.md",
-        "performance/cuda.md",
-        "performance/peers.md",
-        "performance/plots.md",
-        "performance/triton.md",
-        "decoding.md",
-        "serving.md",
-        "security.md",
-        "engines/sglang.md",
-        "engines/transformers.md",
-        "engines/vllm.md",
-        "install.md",
-    )
-    others = ("README.md", "src/polymoe/doctor/ran.json", *(f"constraints/{n}.txt" for n in ("gpu", "vllm", "sglang")))
-    documents = (*others, *(f"docs/{page}" for page in pages))
+    # Which take seconds.
+    monkeypatch.setattr(write_docs, "backends_document", lambda: "what backends say\n")
+    monkeypatch.setattr(write_docs, "models", lambda path: path.read_text(encoding="utf-8"))
+    monkeypatch.setattr(write_docs, "compared", cache(write_docs.compared))
+    documents = [str(path.relative_to(write_docs.ROOT)) for path in write_docs.documents()]
+    documents.remove("docs/backends.md")
     names = (
         *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
         write_docs.TRANSFORMERS_TESTS, *write_docs.ENGINES.values(),
@@ -146,10 +128,6 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((write_docs.ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(write_docs, "ROOT", tmp_path)
-    # Which take seconds.
-    monkeypatch.setattr(write_docs, "backends_document", lambda: "what backends say\n")
-    monkeypatch.setattr(write_docs, "models", lambda path: path.read_text(encoding="utf-8"))
-    monkeypatch.setattr(write_docs, "compared", cache(write_docs.compared))
     monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
     with pytest.raises(SystemExit, match=r"^docs/backends\.md: differs from code and records"):
         write_docs.main()

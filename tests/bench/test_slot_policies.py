@@ -112,7 +112,19 @@ def test_misses_of_a_token_are_those_of_all_layers() -> None:
     assert found.misses_per_token == 4 / 3 + 2 / 4
     assert found.bytes_per_token == 4000 / 3 + 20 / 4
     assert found.hit_rate == 1 / 7
-    assert replayed(trace_of(calls[2:3], *layers), (2, 2))["clairvoyant"].hit_rate == 0
+
+
+def test_layers_whose_calls_are_not_counted_have_no_misses_of_a_token(cli: Cli, tmp_path: Path) -> None:
+    layers = layer(8, 1, "first"), layer(8, 2, "second")
+    calls = [(0, [[0]]), (1, [[0, 1], [2, 3]])]
+    for counted, rate in ((calls, 0.0), (calls[1:], None)):
+        trace_of(counted, *layers).save(tmp_path / "trace")
+        command = "bench", "slots", "--trace", tmp_path / "trace", "--slots", "2", "--link", "1"
+        found = json.loads(cli(*command, "--json")[1])["replays"][0]
+        names = "hit_rate", "misses_per_token", "bytes_per_token", "link_seconds_per_token"
+        assert [found[name] for name in names] == [rate, None, None, [None]]
+        [row] = [line for line in cli(*command)[1].splitlines() if "least recently" in line]
+        assert row.count(" - ") == (2 if rate is not None else 3)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +162,7 @@ def test_the_command(cli: Cli, tmp_path: Path) -> None:
     [
         (("--slots", "9"), "--slots: expected 2"),
         *((("--slots", text), "shares such as") for text in ("x", "0", "-2", "2.5", "0%", "100%", "%", "99999", "²")),
-        (("--link", "0"), "--link"),
+        *((("--link", text), "--link") for text in ("0", "inf", "nan")),
     ],
 )
 def test_the_command_refuses(cli: Cli, tmp_path: Path, given: tuple[str, str], says: str) -> None:

@@ -346,7 +346,7 @@ def test_a_tensor_among_the_experts_that_is_not_theirs(qwen3: Path, tmp_path: Pa
     """It would be copied as it is, beside experts in another format."""
     name = f"model.layers.2.mlp.experts.{name}"
     source = changed(qwen3, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
-    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected tensors of the experts that the config"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected tensors of the experts that .*\n  hint"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 

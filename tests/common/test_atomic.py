@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from polymoe.common.atomic import append_line, append_whole, replace_file
+from polymoe.common.atomic import append_line, append_whole, replace_file, require_new_file
+from polymoe.errors import ArgumentError
 
 
 def full_disk(room: int) -> Callable[[int, memoryview], int]:
@@ -39,6 +41,29 @@ def test_a_write_may_take_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pyt
     replace_file(tmp_path / "b", "z" * 100)
     assert (tmp_path / "a").read_text() == "x" * 100 + "\n" + "y" * 100 + "\n"
     assert (tmp_path / "b").read_text() == "z" * 100
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "got ''\n  hint: name a file"),
+        (".", "a directory\n  hint: name a file in it"),
+        ("file", "which exists"),
+        ("broken", "which exists"),
+        ("no/file", "is no directory"),
+        ("sealed/file", "cannot be written to"),
+    ],
+)
+def test_what_is_no_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to("nowhere")
+    (tmp_path / "sealed").mkdir()
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed" and writable(path, mode))
+    with pytest.raises(ArgumentError, match=re.escape(says)):
+        require_new_file(name, "--file")
+    assert require_new_file("new", "--file") == Path("new")
 
 
 @pytest.mark.parametrize("room", [0, 1, 99])

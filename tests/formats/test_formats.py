@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -524,6 +525,31 @@ def test_tiles_are_the_whole(encoding: Encoding, monkeypatch: pytest.MonkeyPatch
         torch.set_num_threads(before)
     for name, part in whole.parts().items():
         assert torch.equal(tiled.parts()[name].view(torch.uint8), part.view(torch.uint8)), name
+
+
+def test_tiles_change_no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that start meanwhile have all of torch's threads. A tile has one; later calls have the same threads."""
+    monkeypatch.setattr(base, "_TILE", 1)
+    before, seen = torch.get_num_threads(), list[tuple[int, str]]()
+    torch.set_num_threads(2)
+
+    def number_of_a_new_thread(_: base.Tile) -> int:
+        seen.append((torch.get_num_threads(), threading.current_thread().name))
+        numbers: list[int] = []
+        new = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+        return numbers[0]
+
+    try:
+        for _ in range(3):
+            found = base.map_tiles(number_of_a_new_thread, torch.zeros(4, 8, 64), FORMATS["mxfp4"].encoding)
+            assert {number for _, number in found} == {2}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert {number for number, _ in seen} == {1}
+    assert len({name for _, name in seen}) <= 2
 
 
 # --- group_reduce ---

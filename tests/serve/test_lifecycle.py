@@ -202,6 +202,11 @@ def test_what_is_recorded_needs_calls_that_no_graph_replays(cli: Any, tmp_path: 
     assert not new.exists()
 
 
+def test_a_file_for_routing_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="record_routing: expected a new file"):
+        serve(tmp_path / "no checkpoint", port=0, record_routing=tmp_path)
+
+
 def test_no_steps_are_captured_while_routing_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Made(Exception):
         pass

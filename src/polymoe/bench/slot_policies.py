@@ -29,19 +29,20 @@ class Replay:
     Attributes:
         policy: its name.
         hits, misses: distinct experts of calls that were in a slot, or had to be copied.
-        misses_per_token, bytes_per_token: experts and bytes that all layers together copied, for each token.
+        misses_per_token, bytes_per_token: experts and bytes that all layers together copied, for each token; None if no
+            call of some layer was counted.
     """
 
     policy: str
     hits: int
     misses: int
-    misses_per_token: float
-    bytes_per_token: float
+    misses_per_token: float | None
+    bytes_per_token: float | None
 
     @property
-    def hit_rate(self) -> float:
-        """Share of hits; 0 if nothing was counted."""
-        return self.hits / max(self.hits + self.misses, 1)
+    def hit_rate(self) -> float | None:
+        """Share of hits; None if nothing was counted."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
 
 class _Policy(Protocol):
@@ -170,6 +171,8 @@ def replays(calls: Iterable[TracedCall], trace: RoutingTrace, slots: Sequence[in
         for call in placed:
             needed += len(call.needed)
             misses[call.layer] += made.place(call)
-        each = [m / max(t, 1) for m, t in zip(misses, tokens, strict=True)]
-        copied = sum(m * row.expert_bytes for m, row in zip(each, trace.layers, strict=True))
-        yield Replay(name, needed - sum(misses), sum(misses), sum(each), copied)
+        each = copied = None
+        if all(tokens):
+            each = sum(m / t for m, t in zip(misses, tokens, strict=True))
+            copied = sum(m / t * row.expert_bytes for m, t, row in zip(misses, tokens, trace.layers, strict=True))
+        yield Replay(name, needed - sum(misses), sum(misses), each, copied)

@@ -221,6 +221,7 @@ class _Job:
                 beyond,
                 expected=f"tensors of the experts that the config has, which are {c.moe.experts}",
                 got="one of another expert, or one that experts do not have",
+                hint="make the number of experts in config.json that of the tensors, or remove what is not the model's",
             )
         self.others = {}
         for name in others:

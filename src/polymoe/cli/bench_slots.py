@@ -38,7 +38,7 @@ class _Replayed:
     )  # fmt: skip
     link: float | None = option(
         None, "Rate of the link from host memory, in GB/s. Default: what doctor --link has measured, or nominal rates.",
-        min=0.001,
+        min=0.001, max=1e6,
     )  # fmt: skip
 
 
@@ -85,19 +85,22 @@ def _links(gb_per_s: float | None) -> Sequence[tuple[str, float]]:
 
 
 def _plain(result: Replay, rates: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    copied = result.bytes_per_token
     return {
         "policy": result.policy,
         "hits": result.hits,
         "misses": result.misses,
         "hit_rate": result.hit_rate,
         "misses_per_token": result.misses_per_token,
-        "bytes_per_token": result.bytes_per_token,
-        "link_seconds_per_token": [result.bytes_per_token / rate for _, rate in rates],
+        "bytes_per_token": copied,
+        "link_seconds_per_token": [None if copied is None else copied / rate for _, rate in rates],
     }
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    times = (f"{1e3 * seconds:.3g}" for seconds in row["link_seconds_per_token"])
+    rate, misses, seconds = row["hit_rate"], row["misses_per_token"], row["link_seconds_per_token"]
+    times = ("-" if s is None else f"{1e3 * s:.3g}" for s in seconds)
     counts = sorted(set(row["slots_of_layers"]))
     slots = row["slots"] if not row["slots"].endswith("%") else f"{row['slots']}: {' or '.join(map(str, counts))}"
-    return (slots, row["policy"], f"{row['hit_rate']:.1%}", f"{row['misses_per_token']:.2f}", *times)
+    hits = "-" if rate is None else f"{rate:.1%}"
+    return (slots, row["policy"], hits, "-" if misses is None else f"{misses:.2f}", *times)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from polymoe.common.atomic import require_new_file
 from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
     "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument",
-    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "new_file", "numbers", "option", "plot_file",
+    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "numbers", "option", "plot_file",
     "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
@@ -137,19 +137,6 @@ def file_to_write(text: str, option: str) -> Path:
     if not Path(text).parent.is_dir():
         raise ArgumentError(option, expected="a file in an existing directory", got=repr(text))
     return Path(text)
-
-
-def new_file(text: str, option: str) -> Path:
-    """Parse the path of a file that will be made, after hours perhaps.
-
-    Raises:
-        ArgumentError: if it exists, or its directory does not or cannot be written to.
-    """
-    path = file_to_write(text, option)
-    if path.exists() or not os.access(path.parent, os.W_OK):
-        got = f"{text!r}, {'which exists' if path.exists() else 'in one that cannot be written to'}"
-        raise ArgumentError(option, expected="a new file in a directory that can be written to", got=got)
-    return path
 
 
 def plot_file(text: str, option: str) -> Path:
@@ -477,5 +464,5 @@ class RecordedRouting:
 
     record_routing: Path | None = option(
         None, "Write the expert ids of every call to this new file, for bench slots. Each call waits for its ids.",
-        "--record-routing", parse=new_file,
+        "--record-routing", parse=require_new_file,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Writing files (leaf: imports nothing of ours): a file is replaced, and a line appended, whole or not at all."""
+"""Writing files (leaf: imports errors alone): a file is replaced, and a line appended, whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["append_line", "append_whole", "is_cut_short", "locked", "open_to_append", "replace_file"]
+from polymoe.errors import ArgumentError
+
+__all__ = [
+    "append_line", "append_whole", "is_cut_short", "locked", "open_to_append", "replace_file", "require_new_file",
+]  # fmt: skip
 
 _BINARY = getattr(os, "O_BINARY", 0)  # without it Windows writes a carriage return before each line feed
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY
@@ -43,6 +47,32 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def require_new_file(path: str | Path, where: str) -> Path:
+    """Return the path of a file that will be made, after hours perhaps.
+
+    Args:
+        path: of the file.
+        where: the argument that names it, for errors.
+
+    Raises:
+        ArgumentError: for no name, if it exists, or its directory does not or cannot be written to.
+    """
+    found = Path(path)
+    if not str(path):
+        got, hint = "''", "name a file"
+    elif found.is_dir():
+        got, hint = f"{str(path)!r}, a directory", "name a file in it"
+    elif os.path.lexists(found):
+        got, hint = f"{str(path)!r}, which exists", "name another file, or remove this one"
+    elif not found.parent.is_dir():
+        got, hint = f"{str(path)!r}", f"{found.parent} is no directory"
+    elif not os.access(found.parent, os.W_OK):
+        got, hint = f"{str(path)!r}", f"{found.parent} cannot be written to"
+    else:
+        return found
+    raise ArgumentError(where, expected="a new file in a directory that can be written to", got=got, hint=hint)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,9 +163,8 @@ def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) 
         Each tile with the result.
     """
     tiles = _tiles(w_ENK, encoding)
-    before = torch.get_num_threads()
-    threads = min(before, len(tiles))
-    if threads < 2:
+    threads = torch.get_num_threads()
+    if min(threads, len(tiles)) < 2:
         return [(tile, function(tile)) for tile in tiles]
 
     inference = torch.is_inference_mode_enabled()
@@ -171,15 +173,21 @@ def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) 
         with torch.inference_mode(inference):
             return function(tile)
 
-    def alone() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # a new thread's first call takes the number that was set last, in any thread
+    return [*zip(tiles, _pool(threads, os.getpid()).map(in_the_callers_mode, tiles), strict=True)]
 
-    try:
-        with ThreadPoolExecutor(threads, initializer=alone) as pool:
-            return [*zip(tiles, pool.map(in_the_callers_mode, tiles), strict=True)]
-    finally:
-        torch.set_num_threads(before)  # for threads that begin later
+
+@functools.cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads for :func:`map_tiles`, for each of which torch is one thread; a forked process has none of its parent."""
+    return ThreadPoolExecutor(threads, "polymoe-tile", initializer=_alone)
+
+
+def _alone() -> None:
+    # torch.set_num_threads would also set the number that threads which start later begin with, whose they are ever.
+    set_own_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if set_own_threads is not None:
+        torch.get_num_threads()  # a thread's first call sets its number
+        set_own_threads(1)
 
 
 def _tiles(w_ENK: Tensor, encoding: Encoding) -> list[Tile]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from polymoe.common.atomic import require_new_file
 from polymoe.common.install_command import packages_of
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError
@@ -144,6 +145,7 @@ def serve(
         from polymoe.serve.http_server import HttpServer, bind, connection_limit, is_loopback, url
 
     o = ServerOptions(**options)
+    recorded = None if o.record_routing is None else require_new_file(o.record_routing, "record_routing")
     connections = connection_limit(o.max_connections, o.max_concurrent_requests)
     with bind(o.host, o.port) as listener:  # before the imports that take seconds
         with packages_of("serve", "polymoe serve"):
@@ -164,7 +166,7 @@ def serve(
         model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory", "experts"), **placed)
         set_verbosity_error()  # Transformers warns at requests
         batching = o.of("continuous_batching", "graphs", "cache_memory")
-        if o.record_routing is not None:
+        if recorded is not None:
             batching["graphs"] = False
         answers = o.of("max_tokens", "temperature", "page")
         served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
@@ -175,8 +177,7 @@ def serve(
         on_loaded(_said(served, model, o, connections))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
-        file = o.record_routing
-        with nullcontext() if file is None else recorded_routing(model, Path(file), required=False):
+        with nullcontext() if recorded is None else recorded_routing(model, recorded, required=False):
             return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from array import array
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_experts_in_16_bit(tmp_path: Path) -> None:
 def test_an_existing_file_and_a_model_without_experts_are_refused(packed: tuple[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("mine")
     with (
-        pytest.raises(ArgumentError, match=r"a new file, got .*trace, which exists"),
+        pytest.raises(ArgumentError, match=r"a new file .*, got .*trace', which exists"),
         recorded_routing(packed[0], tmp_path / "trace"),
     ):
         pass
@@ -95,6 +96,37 @@ def test_ctrl_c_leaves_what_came_before(packed: tuple[Any, Any], tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         record_until(KeyboardInterrupt(), tmp_path / "none", model, calls=0)
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("while_saved", [False, True])
+def test_signals_leave_what_came_before(
+    packed: tuple[Any, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    raised: type[BaseException],
+    while_saved: bool,
+) -> None:
+    save, before = RoutingTrace.save, [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+
+    def interrupted(*args: Any) -> None:
+        signal.raise_signal(number)
+        save(*args)
+
+    monkeypatch.setattr(RoutingTrace, "save", interrupted)
+
+    def record() -> None:
+        with recorded_routing(packed[0], tmp_path / "trace"):
+            forward(packed[0])
+            if not while_saved:
+                signal.raise_signal(number)
+
+    with pytest.raises(raised) as error:
+        record()
+    assert raised is KeyboardInterrupt or error.value.args == (143,)
+    assert RoutingTrace.load(tmp_path / "trace").tokens_C.tolist() == [3] * 4
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize("kind", ["h", "i"])

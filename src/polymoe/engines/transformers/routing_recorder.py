@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from array import array
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.checkpoint.architectures.interface import first_parameter, has_interface
+from polymoe.common.atomic import require_new_file
 from polymoe.engines.transformers.contract import checked_call
 from polymoe.engines.transformers.experts_interface import capturing
 from polymoe.engines.transformers.families import PackedExperts
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import UnsupportedProblem
 from polymoe.layer.routing_trace import RoutingTrace, TracedLayer, number_of_ids
 
 __all__ = ["recorded_routing"]
@@ -28,26 +30,51 @@ def recorded_routing(model: nn.Module, path: Path, *, required: bool = True) -> 
     """Within it, record the expert ids of every call of the model's experts, of padding too, and write them to ``path``
     at the end: a :class:`~polymoe.layer.routing_trace.RoutingTrace`. Until then they are held in memory, 2 bytes each.
 
-    An interruption by Ctrl-C ends the recording, and the file has what came before. After another error there is none.
-    Each call waits until the GPU has computed its ids. Calls on several threads are recorded one after the other.
+    Ctrl-C and SIGTERM end the recording, and the file has what came before; further ones do not end its writing. After
+    another error there is no file. SIGTERM raises :class:`SystemExit` with 143. Each call waits until the GPU has
+    computed its ids. Calls on several threads are recorded one after the other.
 
     Raises:
-        ArgumentError: if the file exists.
+        ArgumentError: if the file exists or cannot be made.
         UnsupportedProblem: for a model without experts that polymoe runs; by a call that a CUDA graph captures, whose
             replays nobody would see; at the end, if no call was seen and ``required``: otherwise there is no file then.
     """
-    if path.exists():
-        raise ArgumentError("record_routing", expected="a new file", got=f"{path}, which exists")
-    recorder, interrupted = _Recorder(model), None
-    with recorder.hooks:
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            interrupted = error
-    if recorder.seen or (required and interrupted is None):
-        recorder.trace().save(path)
-    if interrupted is not None:
-        raise interrupted
+    require_new_file(path, _WHERE)
+    recorder = _Recorder(model)
+    with _interrupted_once() as interruptions:
+        with recorder.hooks:
+            try:
+                yield
+            except (KeyboardInterrupt, SystemExit) as error:
+                interruptions.append(error)
+            else:
+                interruptions.append(None)
+        if recorder.seen or (required and interruptions[0] is None):
+            recorder.trace().save(path)
+    if (error := next(filter(None, interruptions), None)) is not None:
+        raise error
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[list[BaseException | None]]:
+    """Ctrl-C and SIGTERM raise while the list is empty; then they are appended."""
+    came: list[BaseException | None] = []
+
+    def interrupt(number: int, _: object) -> None:
+        error = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        if not came:
+            raise error
+        came.append(error)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield came
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Recorder:
