@@ -86,7 +86,7 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = random_experts("mxfp4", experts=16, bias=True)
     workload = Workload("case", problem_of(weights, GPT_OSS), weights)
     resident = FusedExperts.from_weights(weights, GPT_OSS, top_k=2, device="cpu", backend="reference")
-    monkeypatch.setattr(slots, "_packed", lambda *_: resident)
+    monkeypatch.setattr(slots, "packed_layer", lambda *_: resident)
     monkeypatch.setattr(slots, "TimedCalls", _Simulated)
     monkeypatch.setattr(slots, "OffloadedExperts", _Host)
     machine = Machine.of("cpu")
@@ -96,7 +96,7 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [row.note for row in rows if row.wrong]
     records = [row.record for row in rows if row.record is not None and row.backend != "resident"]
     assert [r.case.removeprefix("case") for r in records] == [
-        "[4 slots, 0 misses]", "[4 slots, 1 misses]", "[4 slots, 2 misses]", "[4 slots]", "[4 slots][stack of 4]"
+        "[4 slots, 0 misses]", "[4 slots, 1 misses]", "[4 slots, 2 misses]", "[4 slots]", "[4 slots][stack of 12]"
     ]  # fmt: skip
     assert all(r.median_us >= r.floor_us for r in records)
     assert records[1].floor_us > 0

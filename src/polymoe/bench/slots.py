@@ -30,14 +30,14 @@ from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
+from polymoe.machine import Machine, host_memory
 from polymoe.problem.routing import Routing
 
-__all__ = ["missing_calls", "slot_rows"]
+__all__ = ["missing_calls", "packed_layer", "slot_rows"]
 
 _CALLS = 32  # at least, of one graph
 _MOST_CAPTURED = 256  # tokens of a step for which engines capture graphs
-_STACK = 4  # layers
+_STACK = 12  # layers, or as many as half of the free host memory holds
 
 
 def missing_calls(experts: int, slots: int, top_k: int, misses: int) -> list[list[int]]:
@@ -102,7 +102,7 @@ def slot_rows(
     count, top_k = problem.spec.local_experts, problem.top_k
     cycles = {m: missing_calls(count, slots, top_k, m) for m in misses}
     progress("packing")
-    resident = _packed(workload, machine, device)
+    resident = packed_layer(workload, machine, device)
     progress(f"page-locking {count} experts")
     offloaded = OffloadedExperts(copy.deepcopy(resident), slots)
     link = _link_bytes_per_s(offloaded, device)
@@ -120,13 +120,14 @@ def slot_rows(
     for m in misses:
         progress(f"{m} misses")
         yield of.row([offloaded], resident, calls(cycles[m]), "cycle", m)
-    stack = [offloaded]
+    stack, memory = [offloaded], host_memory()
+    layers = _STACK if memory is None else max(2, min(_STACK, memory[0] // 2 // offloaded.packed.nbytes))
     # One call that fills the slots of a layer of the stack, as those of the first one are by then.
     filled = torch.arange(slots // top_k * top_k, device=device).view(-1, top_k) + first
     filling = x_TH.repeat(len(filled), 1), Routing(filled, weights_TA.repeat(len(filled), 1))
     for t in tokens:
         if t > 1:
-            while t > _MOST_CAPTURED and len(stack) < _STACK:
+            while t > _MOST_CAPTURED and len(stack) < layers:
                 progress(f"page-locking layer {len(stack) + 1}")
                 stack.append(OffloadedExperts(copy.deepcopy(resident), slots))
                 _call(stack[-1], *filling)
@@ -224,7 +225,8 @@ def _misses(layers: Sequence[FusedExperts]) -> int:
     return sum(layer.cache_stats()["misses"] for layer in layers if isinstance(layer, OffloadedExperts))
 
 
-def _packed(workload: Workload, machine: Machine, device: torch.device) -> FusedExperts:
+def packed_layer(workload: Workload, machine: Machine, device: torch.device) -> FusedExperts:
+    """Return the layer with all of its experts on ``device``."""
     request = PlanRequest(machine, "decode", "auto", BACKENDS, LAYOUTS)
     problem = replace(workload.problem, dtype="bf16")
     return FusedExperts.pack(problem, workload.weights, request, device=device, check=False, where=workload.case)
