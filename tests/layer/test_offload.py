@@ -503,6 +503,17 @@ def test_pages_that_cannot_all_be_locked_are_all_unlocked(monkeypatch: pytest.Mo
     assert not driver.locked
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+def test_pages_are_touched_by_cpus_of_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = os.sched_getaffinity(0)
+    one = min(everywhere)
+    monkeypatch.setattr(host_store, "cpus_near", lambda device: {one, 4096} if device == 3 else set())
+    for device, expected in (("cuda:3", {one}), ("cuda:0", everywhere), ("cpu", everywhere)):
+        with host_store.near(torch.device(device)):
+            assert os.sched_getaffinity(0) == expected
+        assert os.sched_getaffinity(0) == everywhere
+
+
 def test_what_is_refused() -> None:
     offloaded = OffloadedExperts(layer(), 3)
     with pytest.raises(UnsupportedProblem, match="to\\(device\\)"):

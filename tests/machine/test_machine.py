@@ -2,13 +2,41 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from polymoe.errors import ArgumentError
-from polymoe.machine import DEVICES, Machine
+from polymoe.machine import DEVICES, Machine, cpus_near, machine
 from polymoe.machine.machine import cutlass_cuda
+
+
+class _Driver:
+    """libcuda of a machine with one GPU."""
+
+    def cuDeviceGetPCIBusId(self, name: Any, size: int, device: int) -> int:
+        name.value = b"0000:3B:00.0"
+        return 0 if device == 0 else 101
+
+
+def test_cpus_on_the_node_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/sys/bus/pci/devices/0000:3b:00.0/local_cpulist": "0-2,8,10-11\n"}
+
+    def read(path: Path, *_: Any) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: _Driver())
+    assert cpus_near(0) == {0, 1, 2, 8, 10, 11}
+    assert cpus_near(1) == set()
+    for text in ("", "\n", "all"):
+        files["/sys/bus/pci/devices/0000:3b:00.0/local_cpulist"] = text
+        assert cpus_near(0) == set()
+    files.clear()
+    assert cpus_near(0) == set()
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from torch import Tensor
 from polymoe.common.units import format_bytes
 from polymoe.errors import PlanError
 from polymoe.layouts import Packed
-from polymoe.machine import host_memory
+from polymoe.machine import cpus_near, host_memory
 
-__all__ = ["HostStore", "PageLocked"]
+__all__ = ["HostStore", "PageLocked", "near"]
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels read it
 _WHERE = "host memory for experts"
@@ -57,13 +59,30 @@ class HostStore:
                 hint="end other programs; all experts of the model need room in host memory",
             )
         self.tensors = [torch.empty_like(t, device="cpu", memory_format=torch.contiguous_format) for t in tensors]
-        self._locked = PageLocked(self.tensors if tensors[0].is_cuda else ())
+        with near(tensors[0].device):
+            self._locked = PageLocked(self.tensors if tensors[0].is_cuda else ())
         self.copy_from(tensors)
 
     def copy_from(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite all experts, and wait for it."""
         for host, tensor in zip(self.tensors, tensors, strict=True):
             host.copy_(tensor)
+
+
+@contextmanager
+def near(device: torch.device) -> Iterator[None]:
+    """Keep this thread on the CPUs of a GPU's NUMA node: pages that it touches first, as locking them does, lie on that
+    node while there is room."""
+    before = os.sched_getaffinity(0) if device.type == "cuda" and hasattr(os, "sched_getaffinity") else set()
+    cpus = before and before & cpus_near(torch.cuda.current_device() if device.index is None else device.index)
+    if not cpus:
+        yield
+        return
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _lock(tensor: Tensor, addresses: list[int]) -> None:

@@ -297,6 +297,19 @@ def host_memory() -> tuple[int, int] | None:
     return max(0, min(free, limit - used)), min(total, limit)
 
 
+def cpus_near(device: int) -> set[int]:
+    """The CPUs of the NUMA node to which a GPU, by its number, is attached; none if Linux or the driver do not say."""
+    bus = ctypes.create_string_buffer(16)  # 0000:3b:00.0
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(bus, len(bus), device):
+            return set()
+        text = Path(f"/sys/bus/pci/devices/{bus.value.decode().lower()}/local_cpulist").read_text()
+        ranges = [part.split("-") for part in text.strip().split(",") if part]  # 0-15,32-47
+        return {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
+    except (OSError, ValueError):
+        return set()
+
+
 def _numbers(path: str) -> dict[str, int]:
     """The first two words of each line, a name and a number."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
