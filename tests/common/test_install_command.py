@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polymoe.common.install_command import install_command, install_hint
+from polymoe.common.install_command import install_command, install_hint, packages_of
+from polymoe.errors import MissingDependency
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for path in sorted((ROOT / "src").rglob("*.py")) if path.name != "install_command.py"]
@@ -21,6 +22,12 @@ def test_today_it_is_a_clone() -> None:
     assert install_command("serve") == "pip install -e '.[serve]'"
     assert install_hint("bench") == "in a clone of polymoe: pip install -e '.[bench]'"
     assert set(EXTRAS) >= {"transformers", "serve", "bench", "eval", "vllm", "sglang"}
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    said = "a server: expected the packages of the extra 'serve', got No module named 'no_such_module'"
+    with pytest.raises(MissingDependency, match=re.escape(said)), packages_of("serve", "a server"):
+        import no_such_module  # noqa: F401  # pyright: ignore
 
 
 def test_an_installed_wheel_names_the_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,17 +71,19 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 """``quantization_config`` by the format's name."""
 
 
-def write(format: str, directory: Path, source: Path = SOURCE) -> Path:
+def write(format: str, directory: Path, source: Path = SOURCE, plain: tuple[int, ...] = ()) -> Path:
     """Write the model with experts in ``format``, a key of :data:`FORMATS`, to a new directory.
 
-    ``source`` has the weights: the bundled checkpoint, or one that this function wrote.
+    ``source`` has the weights: the bundled checkpoint, or one that this function wrote. Layers in ``plain`` stay in 16
+    bits, which formats of compressed-tensors allow.
     """
     checkpoint = Checkpoint.open(source)
     config = json.loads((SOURCE / "config.json").read_text())
     config.pop("quantization_config")
     quantization = FORMATS[format]
     if quantization is not None:
-        config["quantization_config"] = quantization
+        ignored = {"ignore": [*quantization["ignore"], *(f"re:.*layers.{n}.mlp.*" for n in plain)]} if plain else {}
+        config["quantization_config"] = quantization | ignored
     others = {name: tensor[...] for name, tensor in checkpoint.dense_tensors().items()}
     write_checkpoint(
         directory, config, {n: checkpoint.weights(n).dequantize() for n in checkpoint.layers}, other_tensors=others

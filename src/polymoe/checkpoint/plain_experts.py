@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polymoe.checkpoint.arrangement import Arrangement, PerExpert
+from polymoe.checkpoint.arrangement import Arrangement, Fused, PerExpert
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.checkpoint.naming import BIAS, part_shape, parts, tensor_name
-from polymoe.checkpoint.shard import Shard
 from polymoe.errors import FormatError
 from polymoe.problem.tensors import ExpertsSpec
 
@@ -21,27 +20,23 @@ __all__ = ["PlainExperts"]
 
 @dataclass(frozen=True, slots=True)
 class PlainExperts:
-    """How a layer's experts are named in 16 bits, and what this rank holds of them.
+    """How a layer's experts are named in 16 bits.
 
     Attributes:
         places: containers, each with an arrangement, in the order in which they are tried.
         whole: sizes and encodings of all experts of the layer.
-        shard: this rank.
-        uneven: as for :func:`~polymoe.checkpoint.shard.shard_expert`.
     """
 
     places: tuple[tuple[str, Arrangement], ...]
     whole: ExpertsSpec
-    shard: Shard
-    uneven: bool
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, layer: int, shard: Shard) -> PlainExperts:
+    def of(cls, checkpoint: Checkpoint, layer: int) -> PlainExperts:
         """Describe a layer of a checkpoint, whose own experts may be quantized."""
         family = checkpoint.family
         plain = [(c, a) for c, a in family.places if a.dialects is None or "plain" in a.dialects]
         places = tuple((container.format(layer=layer), arrangement) for container, arrangement in plain)
-        return cls(places, checkpoint.spec(layer), shard, family.uneven_tp)
+        return cls(places, checkpoint.spec(layer))
 
     def names(self) -> Iterator[tuple[str, Arrangement, str, int]]:
         """Yield each name with its arrangement, its part (``gate_up_bias`` for a bias) and its expert, 0 if stacked."""
@@ -52,28 +47,30 @@ class PlainExperts:
                     for e in experts:
                         yield tensor_name(container, arrangement, part, e, suffix), arrangement, part + end, e
 
-    def split(
-        self, arrangements: Iterable[Arrangement], part: str, tensor: Tensor, name: str
-    ) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield part, expert and tensor, in natural order, of each expert in a stacked tensor.
+    def fitting(self, arrangements: Iterable[Fused], part: str, tensor: Tensor, name: str) -> list[Fused]:
+        """Return those of ``arrangements`` in which a stacked tensor has the shape of ``tensor``.
+
+        Several are possible where a matrix is square: the layer's other tensor, which is not, must decide.
 
         Raises:
-            FormatError: if its shape is that of none of ``arrangements``.
+            FormatError: if none is.
         """
+        whole, bias = self.whole, part.endswith("_bias")
+        n, k = part_shape(part.removesuffix("_bias"), whole.hidden, whole.intermediate, gated=whole.gated)
+        shapes = {a: (whole.experts, *((n,) if bias else (k, n) if a.k_first else (n, k))) for a in arrangements}
+        found = [arrangement for arrangement, shape in shapes.items() if shape == tuple(tensor.shape)]
+        if not found:
+            raise FormatError(name, expected=f"{whole.experts} experts of {n} x {k}", got=str(list(tensor.shape)))
+        return found
+
+    def split(self, arrangement: Fused, part: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield part, expert and tensor, in natural order, of each expert in a stacked tensor of ``arrangement``."""
         matrix, bias = part.removesuffix("_bias"), "_bias" if part.endswith("_bias") else ""
         whole = self.whole
-        n, k = part_shape(matrix, whole.hidden, whole.intermediate, gated=whole.gated)
-        for arrangement in arrangements:
-            k_first = getattr(arrangement, "k_first", False) and not bias
-            if tuple(tensor.shape) == (whole.experts, *((n,) if bias else (k, n) if k_first else (n, k))):
-                break
-        else:
-            raise FormatError(name, expected=f"{whole.experts} experts of {n} x {k}", got=str(list(tensor.shape)))
-        order = getattr(arrangement, "order", "concatenated")
-        for e, one in enumerate(tensor.mT if k_first else tensor):
+        for e, one in enumerate(tensor.mT if arrangement.k_first and not bias else tensor):
             if matrix == "down" or not whole.gated:
                 yield ("down" if matrix == "down" else "up") + bias, e, one
                 continue
-            halves = (one[0::2], one[1::2]) if order == "interleaved" else one.split(whole.intermediate)
+            halves = (one[0::2], one[1::2]) if arrangement.order == "interleaved" else one.split(whole.intermediate)
             yield "gate" + bias, e, halves[0]
             yield "up" + bias, e, halves[1]

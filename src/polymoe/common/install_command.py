@@ -51,7 +51,8 @@ def packages_of(extra: str, what: str) -> Iterator[None]:
     except MissingDependency:
         raise
     except ImportError as error:
-        raise MissingDependency(what, got=str(error), hint=install_hint(extra)) from error
+        expected = f"the packages of the extra {extra!r}"
+        raise MissingDependency(what, expected=expected, got=str(error), hint=install_hint(extra)) from error
 
 
 def _packages(extra: str) -> list[str]:

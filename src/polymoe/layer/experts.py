@@ -161,6 +161,8 @@ class FusedExperts(nn.Module):
                 then. Also if an expert cannot be read.
             FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
             VerificationError: if the check fails.
+            UnsupportedProblem: while :func:`polymoe.refit` updates the model that the layer is part of; nothing is
+                changed then. If it failed, only another one lets the layer run again.
         """
         self._layer.update(self, weights, check=check, wait=wait)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
-from polymoe.errors import PlanError
+from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
 from polymoe.layouts import Layout, Packed
@@ -38,12 +38,13 @@ class PackedLayer:
 
     Attributes:
         where: the layer's name for messages.
-        incomplete: whether an update has failed or has not finished, so that the tensors hold a mixture.
     """
 
     def __init__(self, where: str, problem: Problem, request: PlanRequest, *, buffers: bool = False) -> None:
         self.where, self._problem, self._request, self._buffers = where, problem, request, buffers
-        self.incomplete = False
+        self._mixed = False  # an update has failed or has not ended, so that the tensors hold a mixture
+        self._suspended = False  # so has one of the model that the layer is part of
+        self._updating_model = False
         self._plans: PlanCache | None = None
         self._names: dict[str, torch.dtype] = {}
         self._bound: LayerRuntime | None = None
@@ -113,8 +114,13 @@ class PackedLayer:
             read_stacked=counted(weights.read_stacked),
         )
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether an update, of the layer or of its model, has failed or has not ended: calls are refused."""
+        return self._mixed or self._suspended
+
     def require_complete(self) -> None:
-        """Raise PlanError if the tensors hold a mixture."""
+        """Raise PlanError if the layer is :attr:`incomplete`."""
         if self.incomplete:
             raise incomplete_update()
 
@@ -167,26 +173,56 @@ class PackedLayer:
         else:
             self._register(module, self.plans.packed(tensors))
 
-    def update(self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool, last: bool = True) -> None:
+    def update(
+        self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool, of_model: bool = False
+    ) -> None:
         """Refill the tensors in place; see :meth:`polymoe.layer.experts.FusedExperts.update`.
 
-        Without ``last``, calls are refused until :meth:`resume`, as other layers are not updated yet.
+        Args:
+            module, weights, check, wait: as there.
+            of_model: whether the caller has suspended the layer, and will resume it.
+
+        Raises:
+            UnsupportedProblem: between :meth:`suspend` and :meth:`resume`, unless ``of_model``.
         """
         with self._updates:
+            if not of_model:
+                self._require_no_update_of_model()
             runtime = self.runtime(module)
-            self.refill(runtime, weights, check=check, begin=lambda: self._suspend(runtime, wait=wait))
-            if last:
-                self.incomplete = runtime.incomplete = False
+
+            def begin() -> None:
+                self._mixed = True
+                self._refuse_calls(runtime, wait=wait)
+
+            self.refill(runtime, weights, check=check, begin=begin)
+            self._mixed = False
+            runtime.incomplete = self._suspended
 
     def suspend(self, module: nn.Module, *, wait: bool) -> None:
-        """Refuse calls until :meth:`resume`, or an update that is the last of a model's."""
-        with self._updates:
-            self._suspend(self.runtime(module), wait=wait)
+        """Refuse calls, and updates of this layer alone, until :meth:`resume`: all layers of a model are updated.
 
-    def resume(self, module: nn.Module) -> None:
-        """Take calls again: all layers of the model have been updated."""
+        Raises:
+            UnsupportedProblem: if another update of the model has not ended.
+        """
         with self._updates:
-            self.incomplete = self.runtime(module).incomplete = False
+            self._require_no_update_of_model()
+            self._suspended = self._updating_model = True
+            self._refuse_calls(self.runtime(module), wait=wait)
+
+    def resume(self, module: nn.Module, *, whole: bool) -> None:
+        """Take calls again if all layers are ``whole``; otherwise another update of all of them must do so."""
+        with self._updates:
+            self._updating_model, self._suspended = False, not whole
+            self.runtime(module).incomplete = self.incomplete
+
+    def _require_no_update_of_model(self) -> None:
+        if self._updating_model:
+            raise UnsupportedProblem(
+                f"update of {self.where}",
+                expected="one at a time",
+                got="one of all layers of the model, which has not ended",
+                hint="wait until polymoe.refit returns or raises",
+            )
 
     def refill(
         self, runtime: LayerRuntime, weights: ExpertWeights, *, check: bool, begin: Callable[[], None] = lambda: None
@@ -227,9 +263,9 @@ class PackedLayer:
             for name, dtype in self.plans.parts
         ]
 
-    def _suspend(self, runtime: LayerRuntime, *, wait: bool) -> None:
+    def _refuse_calls(self, runtime: LayerRuntime, *, wait: bool) -> None:
         """Refuse calls from now on; with ``wait``, return when those that had begun have ended."""
-        self.incomplete = runtime.incomplete = True
+        runtime.incomplete = True
         if wait:
             while runtime.in_flight - {threading.get_ident()}:
                 time.sleep(1e-4)
@@ -346,7 +382,8 @@ class PackedLayer:
         return {name: value for name, value in self.__dict__.items() if name not in ("_bound", "_updates")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _bound=None, _updates=threading.Lock())  # a copy binds its own tensors
+        # A copy binds its own tensors, and is not part of the update that the original is in.
+        self.__dict__.update(state, _bound=None, _updates=threading.Lock(), _updating_model=False)
 
 
 @ordinary_tensors()

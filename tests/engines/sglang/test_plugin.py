@@ -370,6 +370,58 @@ def test_no_batch_runs_on_half_of_the_new_weights(make: Make) -> None:
         send(layers[1], {**weights, (1, "w2"): broken})
     send(layers[1], weights)
     assert runner.forward(batch) == "ran"
+    send(layers[0], weights)
+    with pytest.raises(FormatError):
+        send(layers[1], {**weights, (1, "w2"): broken})
+    for layer in layers:  # all of it once more
+        send(layer, weights)
+    assert runner.forward(batch) == "ran"
+    for layer in layers:
+        send(layer, weights)
+    send(layers[1], weights)  # of the next update, before a batch has run
+    with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none, or an update that failed"):
+        runner.forward(batch)
+
+
+def test_a_model_with_layers_in_16_bits_gets_new_weights(make: Make) -> None:
+    """They are loaded as the checkpoint stores them, whatever the trainer sends."""
+    import sys
+
+    layers = torch.nn.ModuleList([make(1), make(2)])
+    for layer in layers:
+        load(layer)
+    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
+    runner.model = layers
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    for seed in (5, 6):
+        load(layers[0])
+        send(layers[1], plain_weights(seed))
+        assert runner.forward(batch) == "ran"
+    load(layers[0])
+    assert runner.forward(batch) == "ran"  # an update of one layer, as the checkpoint stores it
+    send(layers[1], plain_weights(7))
+    load(layers[0])
+    assert runner.forward(batch) == "ran"
+
+
+def test_a_draft_model_waits_for_its_own_new_weights(make: Make) -> None:
+    import sys
+
+    target, drafter = torch.nn.ModuleList([make(1)]), torch.nn.ModuleList([make(2)])
+    runners = []
+    for model in (target, drafter):
+        load(model[0])
+        runners.append(sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner())
+        runners[-1].model = model
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    weights = plain_weights(6)
+    send(drafter[0], dict(list(weights.items())[:-1]))
+    send(target[0], weights)
+    assert runners[0].forward(batch) == "ran"
+    with pytest.raises(UnsupportedProblem, match=r"layers.2.mlp.experts: .*got none for up of expert 4"):
+        runners[1].forward(batch)
+    send(drafter[0], dict(list(weights.items())[-1:]))
+    assert runners[1].forward(batch) == "ran"
 
 
 def test_tensors_without_loaders_are_not_copied(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedP
 pytest.importorskip("transformers")
 
 import polymoe
+from polymoe.checkpoint.arrangement import Fused
+from polymoe.checkpoint.plain_experts import PlainExperts
 from polymoe.checkpoint.quantized import QUANTIZED_FORMATS
+from polymoe.engines.transformers.refit import _arrangement
+from polymoe.formats import Encoding, PerGroup
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import SwiGLU
+from support.problems import random_experts, with_input_scales
 from support.requantized import write
 from support.stacked import MODELS
 
@@ -194,3 +202,100 @@ def test_a_model_without_packed_experts_is_refused(bf16: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(bf16, trust_remote_code=False)
     with pytest.raises(UnsupportedProblem, match="expected a model with packed experts"):
         polymoe.refit(plain, {}.items())
+
+
+def test_static_scales_of_inputs_are_refused(bf16: Path, trained: Path) -> None:
+    """They were calibrated with the old weights."""
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    weights = with_input_scales(random_experts("fp8_tensor", hidden=256, intermediate=128))
+    packed(model)[1].fused = FusedExperts.from_weights(
+        weights, SwiGLU(), top_k=2, device="cpu", activations="fp8_static"
+    )
+    require_refused(model, trained, r"new weights of model.layers.1.mlp.experts: .*got static scales")
+
+
+def test_a_format_that_polymoe_only_reads_is_refused(bf16: Path, trained: Path) -> None:
+    """FP4 with scales in E4M3, and none for the whole matrix."""
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    module, read = packed(model)[2], Encoding(element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3")
+    module.plain = replace(module.plain, whole=replace(module.plain.whole, down=read))
+    require_refused(model, trained, r"layers.2.mlp.experts: expected a format that polymoe quantizes to")
+
+
+def test_experts_in_host_memory_are_refused(bf16: Path, trained: Path) -> None:
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu", expert_memory="3slots")
+    require_refused(model, trained, "expected experts on the GPU, got experts in host memory")
+
+
+@pytest.mark.parametrize("split", [{"ep": (0, 2)}, {"tp": (0, 2)}])
+def test_a_part_of_the_experts_is_refused(bf16: Path, trained: Path, split: dict[str, tuple[int, int]]) -> None:
+    """As on a rank of a model that Transformers splits."""
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    packed(model)[0].fused = polymoe.load_experts(bf16, 0, device="cpu", **split)  # type: ignore[arg-type]
+    require_refused(model, trained, r"layers.0.mlp.experts: expected a model on one rank")
+
+
+def packed(model: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
+def require_refused(model: Any, trained: Path, says: str) -> None:
+    before = logits(model)
+    with pytest.raises(UnsupportedProblem, match=says):
+        polymoe.refit(model, tensors_of(trained).items())
+    assert torch.equal(logits(model), before)
+
+
+def test_one_refit_at_a_time(bf16: Path, trained: Path) -> None:
+    """Another one, and updates of single layers, are refused while tensors come, and leave the first as it is."""
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    other, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    layer = packed(model)[3].fused
+
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        for at, pair in enumerate(tensors_of(trained).items()):
+            yield pair
+            if at == 30:
+                with pytest.raises(UnsupportedProblem, match="expected one at a time"):
+                    polymoe.refit(model, tensors_of(bf16).items())
+                with pytest.raises(UnsupportedProblem, match="expected one at a time"):
+                    layer.update(packed(other)[3].fused.weights)
+                with pytest.raises(PlanError, match="a mixture"):
+                    logits(model)
+
+    polymoe.refit(model, interrupted())
+    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="mxfp4", device="cpu")[0]))
+
+
+def test_an_update_of_one_layer_does_not_end_a_refit_that_failed(bf16: Path, trained: Path) -> None:
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    other, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    with pytest.raises(CheckpointError):
+        polymoe.refit(model, missing_layer(tensors_of(trained)))
+    for module, source in zip(packed(model), packed(other), strict=True):
+        module.fused.update(source.fused.weights)
+        with pytest.raises(PlanError, match="a mixture"):
+            logits(model)
+    polymoe.refit(model, tensors_of(bf16).items())
+    assert torch.equal(logits(model), logits(other))
+
+
+STACKED_WAYS = (Fused(k_first=True), Fused())
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "square"), [(64, 64, "down"), (64, 32, "gate_up")])
+def test_square_matrices_lie_as_the_layers_other_ones(hidden: int, intermediate: int, square: str) -> None:
+    """A model that two versions of Transformers save in two ways: no matrix is turned by guessing."""
+    spec = random_experts("bf16", experts=3, hidden=hidden, intermediate=intermediate).spec
+    plain = PlainExperts((("experts", STACKED_WAYS[0]), ("experts", STACKED_WAYS[1])), spec)
+    other = "gate_up" if square == "down" else "down"
+    shapes = {"down": (3, hidden, intermediate), "gate_up": (3, 2 * intermediate, hidden)}
+    for way in STACKED_WAYS:
+        tensors = {part: torch.zeros(shapes[part]) for part in shapes}
+        tensors = {part: t.mT if way.k_first else t for part, t in tensors.items()}
+        (decided,) = plain.fitting(STACKED_WAYS, other, tensors[other], other)
+        assert decided == way
+        both = plain.fitting(STACKED_WAYS, square, tensors[square], square)
+        assert _arrangement(both, decided, square) == way
+        with pytest.raises(FormatError, match="send the layer's other projection first"):
+            _arrangement(both, None, square)

@@ -161,17 +161,31 @@ def test_weights_in_16_bits_are_quantized_as_they_arrive(
 ) -> None:
     """By reload_weights, which reads files in 16 bits, and sent to load_weights in buckets."""
     good, other = written("BF16"), changed(written("BF16"), tmp_path / "other")
-    (fresh,) = answers(ask(other))
+    (fresh,) = answers(ask(requantized.write(format, tmp_path / "fresh", source=other)))
     assert fresh != SUMS
     found = ask(written(format), reload=(other, good), sent=((other, ""), (good, "")))
-    first, *after = answers(found)
-    assert first == after[1] == after[3] == SUMS
-    assert after[0] == after[2] != SUMS
+    assert answers(found) == [SUMS, fresh, SUMS, fresh, SUMS]
 
 
-def test_two_ranks_quantize_their_slices(ask: Ask, written: Callable[[str], Path]) -> None:
-    found = ask(written("INT4 in groups of 32"), reload=(written("BF16"),), tensor_parallel_size=2)
-    assert answers(found) == [SUMS, SUMS]
+def test_new_weights_of_a_model_with_a_layer_in_16_bits(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    good, other = written("BF16"), changed(written("BF16"), tmp_path / "other")
+    start = requantized.write("FP8 by channel", tmp_path / "start", plain=(1,))
+    (fresh,) = answers(ask(requantized.write("FP8 by channel", tmp_path / "fresh", source=other, plain=(1,))))
+    assert fresh != SUMS
+    found = ask(start, reload=(other, good), sent=((other, ""), (good, "")))
+    assert answers(found) == [SUMS, fresh, SUMS, fresh, SUMS]
+
+
+@pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])
+def test_two_ranks_quantize_their_part(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path, split: dict[str, Any]
+) -> None:
+    format, other = "INT4 in groups of 32", changed(written("BF16"), tmp_path / "other")
+    (fresh,) = answers(ask(requantized.write(format, tmp_path / "fresh", source=other)))
+    found = ask(written(format), reload=(other, written("BF16")), tensor_parallel_size=2, **split)
+    assert answers(found) == [SUMS, fresh, SUMS]
 
 
 @pytest.mark.parametrize("without", ["layers.1.mlp.experts.2.up_proj", "layers.1.mlp.experts."])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.log import LayerLog
+from polymoe.engines.serving.refit import Updates
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
@@ -59,7 +60,7 @@ class LayerChooser:
     def __init__(self, engine: str, settings: EngineSettings, log: LayerLog) -> None:
         self.engine, self.settings, self.log = engine, settings, log
         self._packed: set[Problem] = set()
-        self.pending: set[TakenOver] = set()
+        self.updates = Updates()
         self._planned: list[Problem] = []
         self._slots: int | None = None
 
@@ -122,7 +123,7 @@ class LayerChooser:
             first_of_its_kind=self._first_of_its_kind,
             on_packed=lambda packed, module, offloaded: self.log.packed(packed, module, offloaded, instead, first_rank),
             slots=None if self.settings.expert_memory is None else self.slots,
-            pending=self.pending,
+            updates=self.updates,
         )
 
     def slots(self) -> int:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from polymoe.checkpoint.shard import Shard
 from polymoe.engines.serving.dummy import fill
 from polymoe.engines.serving.loading import LoadedParts
+from polymoe.engines.serving.refit import Updates
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
 from polymoe.engines.serving.warm_up import warm_up
-from polymoe.errors import UnsupportedProblem
+from polymoe.errors import CheckpointError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.packed_layer import PackedLayer
@@ -23,14 +24,13 @@ from polymoe.layer.refit import IncomingExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["PLAIN", "TakenOver", "is_in_16_bits", "take_over"]
+__all__ = ["PLAIN", "TakenOver", "take_over"]
 
 PLAIN = ("w13_weight", "w2_weight")
 """Names of the stacked tensors of experts in 16 bits, in both engines."""
 
 
-def is_in_16_bits(name: str, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of the stacked tensor called ``name``, of experts in 16 bits."""
+def _is_in_16_bits(name: str, tensor: Tensor) -> bool:
     return name in PLAIN and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -49,11 +49,11 @@ class TakenOver:
         slots: returns the number of experts that lie on the device while all of them lie in host memory; None if all
             lie on the device, as also where the layer has no more of them.
         offloaded: these experts, once packed: none or one. In a tuple, so that no engine takes them for a submodule.
-        device: where it was packed; None before.
+        device: where it is packed.
         incoming: new experts in 16 bits, as far as they have arrived; None if no such update has begun, or one failed.
         stale: whether an update in 16 bits has begun and not ended.
-        refits: how many have ended.
-        pending: of all layers of the process, those whose update has begun since the model was checked.
+        updated: the number of the pass in which the layer got the weights that it has; 0 before the first.
+        updates: of all layers of the process.
     """
 
     plan: LayerPlan
@@ -69,31 +69,40 @@ class TakenOver:
     device: torch.device | None = None
     incoming: IncomingExperts | None = None
     stale = False
-    refits = 0
-    pending: set[TakenOver]
+    updated = 0
+    updates: Updates
 
     def is_plain(self, name: str, tensor: Tensor) -> bool:
         """Whether ``tensor``, of the stacked tensor called ``name``, is in 16 bits while the layer's own are not."""
         own = self.experts.tensors.get(name) if name in self.experts.names else None
-        return is_in_16_bits(name, tensor) and not (own is not None and is_in_16_bits(name, own))
+        return _is_in_16_bits(name, tensor) and not (own is not None and _is_in_16_bits(name, own))
 
-    def take(self, tensor: Tensor, name: str, shard: str, place: int, tp: tuple[int, int]) -> bool:
+    def take(self, tensor: Tensor, name: str, shard: str | None, place: int | None, tp: tuple[int, int]) -> bool:
         """Take a matrix of one expert in 16 bits, whole; return whether it is the layer's last.
 
         Args:
             tensor: [F, H], or [H, F] of ``shard`` w2, before it is sliced for tensor parallelism.
-            name: under which the engine has it, for messages.
-            shard: w1 (gate, or up of experts without a gate), w2 (down) or w3 (up).
-            place: of the expert on this rank.
+            name: of the engine's stacked tensor.
+            shard: w1 (gate, or up of experts without a gate), w2 (down) or w3 (up); None if the engine says none.
+            place: of the expert on this rank; None for all.
             tp: rank and size of the tensor parallel group.
 
         Raises:
             UnsupportedProblem: for a layer that cannot be updated so: with biases or static scales of inputs.
-            CheckpointError, FormatError: as :meth:`IncomingExperts.put`; all of the layer must then come again.
+            CheckpointError: before the layer was packed, and for anything but one expert's matrix in 16 bits; otherwise
+                as :meth:`IncomingExperts.put`, with which all of the layer must come again.
+            FormatError: as there.
         """
+        if not self.updated or shard is None or place is None or tensor.dim() != 2 or not _is_in_16_bits(name, tensor):
+            raise CheckpointError(
+                f"{self.packed.where}: {name}",
+                expected="single experts' matrices in 16 bits, as new weights of a layer that was loaded before",
+                got=f"{tensor.dtype} {list(tensor.shape)}",
+                hint="send anything else as the checkpoint stores it, to vLLM by reload_weights",
+            )
         assert self.device is not None
         problem = self.packed.problem
-        self.pending.add(self)
+        self.updates.pending.add(self)
         self.stale = True
         if problem.spec.bias:
             raise UnsupportedProblem(
@@ -122,7 +131,8 @@ class TakenOver:
         assert self.device is not None
         incoming, self.incoming = self.incoming, None
         self._pack(layer, incoming.weights(), check=False, in_place=in_place)
-        self.stale, self.refits, self.dummy = False, self.refits + 1, False
+        self.stale = self.dummy = False
+        self.updates.end(self)
         self._report(layer)
 
     def note_created(self, tensors: Mapping[str, Tensor]) -> Set[str]:
@@ -160,7 +170,8 @@ class TakenOver:
         first = self.first_of_its_kind(self.plan)
         weights = experts.weights(self.plan.problem.spec)
         self._pack(layer, weights, check=first, in_place=in_place is not None)
-        self.incoming, self.stale, self.refits = None, False, 0
+        self.incoming, self.stale = None, False
+        self.updates.end(self)
         del experts
         for name in self.created:
             drop(name)
@@ -208,7 +219,7 @@ def take_over(
     first_of_its_kind: Callable[[LayerPlan], bool],
     on_packed: Callable[[PackedLayer, nn.Module, OffloadedExperts | None], None],
     slots: Callable[[], int] | None = None,
-    pending: set[TakenOver] | None = None,
+    updates: Updates | None = None,
 ) -> Any:
     """Return an object with the state of ``method``, of a class derived from ``base`` and from the method's own.
 
@@ -219,7 +230,7 @@ def take_over(
         base: what replaces the method's own functions. Its attributes are not hidden by those of the method.
         plan: of the layer.
         request: how the layer was planned.
-        dummy, first_of_its_kind, on_packed, slots, pending: see :class:`TakenOver`.
+        dummy, first_of_its_kind, on_packed, slots, updates: see :class:`TakenOver`.
     """
     theirs = type(method)
     kind: Any = type(theirs.__name__, (base, theirs), {"__module__": theirs.__module__})
@@ -227,5 +238,5 @@ def take_over(
     ours.__dict__.update({name: value for name, value in method.__dict__.items() if not hasattr(base, name)})
     ours.plan, ours.packed = plan, PackedLayer(plan.experts.where, plan.problem, request)
     ours.dummy, ours.first_of_its_kind, ours.on_packed, ours.slots = dummy, first_of_its_kind, on_packed, slots
-    ours.pending = set() if pending is None else pending
+    ours.updates = Updates() if updates is None else updates
     return ours

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.sglang.facts import create_tensors
-from polymoe.errors import CheckpointError, UnsupportedProblem
+from polymoe.errors import UnsupportedProblem
 
 __all__ = ["PackedExpertsMethod"]
 
@@ -33,8 +33,6 @@ class PackedExpertsMethod(TakenOver):
     # SGLang's kernels, which are not made here. Without a runner, no x arrives quantized, and SGLang gives ids.
     runner = None
 
-    done: bool
-    """Whether the layer was packed once."""
     unfinished: set[PackedExpertsMethod]
     """Of all layers of the process, those whose update has begun and not ended."""
 
@@ -69,7 +67,6 @@ class PackedExpertsMethod(TakenOver):
             layer.register_parameter(name, empty)
         # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
         layer.register_buffer("packed_on", torch.empty(0), persistent=False)
-        self.done = False
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Make none."""
@@ -82,7 +79,7 @@ class PackedExpertsMethod(TakenOver):
             CheckpointError: if a part of a tensor was never loaded.
             PlanError, VerificationError: as :meth:`PackedLayer.pack`.
         """
-        if self.done:
+        if self.updated:
             if self in self.unfinished:  # the end of an update from disk or through IPC
                 self.loaded.require_all()
             if self.incoming is not None:
@@ -96,7 +93,6 @@ class PackedExpertsMethod(TakenOver):
                 layer._parameters[name] = made
         self.pack(layer, lambda name: _empty(layer, name))
         self.loaded = LoadedParts(self.experts)
-        self.done = True
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Do nothing: the first part that arrives makes room for all."""
@@ -140,34 +136,21 @@ class PackedExpertsMethod(TakenOver):
             if place == -1:  # another rank's
                 return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
             if self.is_plain(name, loaded_weight):
-                return self._take_plain(layer, name, loaded_weight, shard_id, place)
-            if self.done:
+                if self.take(loaded_weight, name, shard_id, place, (layer.moe_tp_rank, layer.moe_tp_size)):
+                    self.pack_incoming(layer, in_place=True)
+                return None
+            if self.updated:
                 self._begin_update(layer)
             new = self.loaded.note(name, loaded_weight, shard_id, place)
-            if self.done and not new:  # an update that failed is sent once more
+            if self.updated and not new:  # an update that failed is sent once more
                 self.loaded = LoadedParts(self.experts)
                 self.loaded.note(name, loaded_weight, shard_id, place)
             result = theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
-            if self.done and not self.loaded.missing:
+            if self.updated and not self.loaded.missing:
                 self._end_update(layer)
             return result
 
         return load
-
-    def _take_plain(self, layer: Any, name: str, tensor: Tensor, shard: str | None, place: int | None) -> None:
-        """Take a new matrix in 16 bits; with the last one of the layer, pack it.
-
-        Raises:
-            CheckpointError: before the layer was packed, and for matrices of several experts; as :meth:`take`.
-        """
-        if not self.done or place is None or shard is None or tensor.dim() != 2:
-            raise CheckpointError(
-                f"{self.packed.where}: {name}",
-                expected="tensors as the checkpoint's config says; in 16 bits, new matrices of single experts",
-                got=f"{tensor.dtype} {list(tensor.shape)}",
-            )
-        if self.take(tensor, name, shard, place, (layer.moe_tp_rank, layer.moe_tp_size)):
-            self.pack_incoming(layer, in_place=True)
 
     def _begin_update(self, layer: Any) -> None:
         if self not in self.unfinished:

@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import get_server_args  # pyright: ignore
 from polymoe.common.units import first_few
 from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.log import LayerLog
-from polymoe.engines.serving.refit import require_whole_model
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of, trial_tensors
 from polymoe.engines.sglang.hooks import FORWARD, INIT, SETATTR, TENSORS, TOPK
@@ -94,8 +93,8 @@ class LayerHooks(LayerChooser):
         Raises:
             UnsupportedProblem: if an update of a layer has not ended: others may have new weights already.
         """
-        if self.pending and not forward_batch.forward_mode.is_idle():
-            require_whole_model(self.pending, runner.model.modules())
+        if not forward_batch.forward_mode.is_idle():
+            self.updates.require_whole(runner.model.modules())
         if self.unfinished and not forward_batch.forward_mode.is_idle():
             names = sorted(method.packed.where for method in self.unfinished)
             missing = sorted({name for method in self.unfinished for name in method.loaded.missing})

@@ -25,7 +25,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.plain_experts import PlainExperts
-from polymoe.checkpoint.shard import Shard
 from polymoe.common.shapes import ceil_div
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
@@ -256,7 +255,7 @@ class PackedQuantizer(HfQuantizer):
                 machines[device] = Machine.of(device_name(device)).shared_by(len(self.experts))
             module = model.get_submodule(name)
             share, group = _share(model, module)
-            module.plain = PlainExperts.of(self.checkpoint.parts[part], layer, Shard.of(**share))
+            module.plain = PlainExperts.of(self.checkpoint.parts[part], layer)
             with _agreeing(group, name):
                 module.fused = load_experts(
                     self.checkpoint.parts[part],

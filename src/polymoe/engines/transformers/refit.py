@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.arrangement import Arrangement, Fused
+from polymoe.checkpoint.arrangement import Fused
 from polymoe.checkpoint.plain_experts import PlainExperts
 from polymoe.common.units import first_few
 from polymoe.engines.transformers.families import PackedExperts
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, nearest
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.refit import IncomingExperts
 
 __all__ = ["refit"]
@@ -37,9 +39,9 @@ def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = Fa
         check: compare packed experts with what was quantized, and results of a few with the reference.
 
     Raises:
-        UnsupportedProblem: for a model without packed experts, one that is split among ranks outside its experts, or
-            with experts in host memory; for static scales of inputs, and for formats that polymoe only reads. Nothing
-            is changed then.
+        UnsupportedProblem: for a model without packed experts, one that is split among ranks, or with experts in host
+            memory; for static scales of inputs, and for formats that polymoe only reads; while another refit of the
+            model runs. Nothing is changed then.
         CheckpointError: for a tensor that is missing, that comes twice, or that the model does not have.
         FormatError: for a tensor of another dtype or shape, or with numbers that are not finite.
         PlanError: if scales of the new experts reach further than those that a layer was planned for.
@@ -48,33 +50,65 @@ def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = Fa
     arriving = {name: _incoming(name, module) for name, module in layers.items()}
     index = _index(layers)
     others = _Others(model)
-    for module in layers.values():
-        module.fused._layer.suspend(module.fused, wait=True)
+    decided: dict[str, Fused] = {}
     seen: set[str] = set()
-    for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(name, expected="each tensor once in a refit", got="a second one")
-        seen.add(name)
-        if name not in index:
-            others.copy(name, tensor)
-            continue
-        layer, part, expert, arrangements = index[name]
-        plain: PlainExperts = layers[layer].plain
-        found = [(part, expert, tensor)] if not arrangements else plain.split(arrangements, part, tensor, name)
-        spec = layers[layer].fused.problem.spec
-        if layer not in arriving and any(e in spec.local_range for _, e, _ in found):
-            raise CheckpointError(name, expected="each expert once in a refit", got="a second one under another name")
-        for one, e, part_of_it in found:
-            if e in spec.local_range:
-                arriving[layer].put(one, e - spec.first_expert, part_of_it, name)
-        if layer in arriving and arriving[layer].complete:
-            fused = layers[layer].fused
-            fused._layer.update(fused, arriving.pop(layer).weights(), check=check, wait=False, last=False)
-    for experts in arriving.values():
-        experts.require_complete()
-    others.require_all()
-    for module in layers.values():
-        module.fused._layer.resume(module.fused)
+    with _suspended([module.fused for module in layers.values()]):
+        for name, tensor in tensors:
+            if name in seen:
+                raise CheckpointError(name, expected="each tensor once in a refit", got="a second one")
+            seen.add(name)
+            if name not in index:
+                others.copy(name, tensor)
+                continue
+            layer, part, expert, arrangements = index[name]
+            if layer not in arriving:
+                expected, got = "each expert once in a refit", "a second one under another name"
+                raise CheckpointError(name, expected=expected, got=got)
+            found: Iterable[tuple[str, int, Tensor]] = [(part, expert, tensor)]
+            if arrangements:
+                plain: PlainExperts = layers[layer].plain
+                arrangement = _arrangement(plain.fitting(arrangements, part, tensor, name), decided.get(layer), name)
+                if not part.endswith("_bias"):
+                    decided[layer] = arrangement
+                found = plain.split(arrangement, part, tensor)
+            for one, e, part_of_it in found:
+                arriving[layer].put(one, e, part_of_it, name)
+            if arriving[layer].complete:
+                fused = layers[layer].fused
+                fused._layer.update(fused, arriving.pop(layer).weights(), check=check, wait=False, of_model=True)
+        for experts in arriving.values():
+            experts.require_complete()
+        others.require_all()
+
+
+@contextmanager
+def _suspended(layers: list[FusedExperts]) -> Iterator[None]:
+    """Refuse calls of ``layers`` until the block has ended without an error, and other updates while it runs."""
+    begun: list[FusedExperts] = []
+    whole = False
+    try:
+        for fused in layers:
+            fused._layer.suspend(fused, wait=True)
+            begun.append(fused)
+        yield
+        whole = True
+    finally:
+        for fused in begun:
+            fused._layer.resume(fused, whole=whole)
+
+
+def _arrangement(fitting: list[Fused], decided: Fused | None, name: str) -> Fused:
+    """Return the one of ``fitting`` in which a layer's stacked tensors are: its matrices are alike."""
+    if decided is not None and decided in fitting:
+        return decided
+    if len({arrangement.k_first for arrangement in fitting}) > 1:
+        raise FormatError(
+            name,
+            expected="experts whose shape tells rows from columns",
+            got="square ones",
+            hint="send the layer's other projection first",
+        )
+    return fitting[0]
 
 
 def _layers(model: Any) -> dict[str, Any]:
@@ -88,31 +122,35 @@ def _layers(model: Any) -> dict[str, Any]:
             hint="load_state_dict gives other models new weights",
         )
     for name, module in layers.items():
-        if not isinstance(module.fused, FusedExperts):
+        if isinstance(module.fused, OffloadedExperts):
             raise UnsupportedProblem(
                 f"refit of {name}",
                 expected="experts on the GPU",
                 got="experts in host memory",
                 hint="load the model without expert_memory",
             )
+        if module.fused.problem.tp * module.fused.problem.ep > 1:
+            raise UnsupportedProblem(
+                f"refit of {name}",
+                expected="a model on one rank",
+                got="one that is split: ranks could not agree on what has come",
+                hint="vLLM and SGLang take new weights on several ranks",
+            )
     return layers
 
 
 def _incoming(name: str, module: Any) -> IncomingExperts:
     fused, plain = module.fused, module.plain
-    return IncomingExperts(
-        name, fused.problem, plain.whole, device=fused.device, shard=plain.shard, uneven=plain.uneven
-    )
+    return IncomingExperts(name, fused.problem, plain.whole, device=fused.device)
 
 
-def _index(layers: dict[str, Any]) -> dict[str, tuple[str, str, int, list[Arrangement]]]:
+def _index(layers: dict[str, Any]) -> dict[str, tuple[str, str, int, list[Fused]]]:
     """By the name of each tensor of experts: their module, the part, the expert, and arrangements of stacked ones."""
-    index: dict[str, tuple[str, str, int, list[Arrangement]]] = {}
+    index: dict[str, tuple[str, str, int, list[Fused]]] = {}
     for layer, module in layers.items():
         for name, arrangement, part, expert in module.plain.names():
-            stacked = isinstance(arrangement, Fused)
             found = index.setdefault(name, (layer, part, expert, []))
-            if stacked:
+            if isinstance(arrangement, Fused):
                 found[3].append(arrangement)
     return index
 
@@ -124,7 +162,7 @@ class _Others:
         self._tensors: dict[str, Tensor] = model.state_dict()
         split = [name for name, tensor in self._tensors.items() if hasattr(tensor, "device_mesh")]
         if split:
-            raise UnsupportedProblem("refit", expected="whole matrices outside the experts", got=f"{split[0]}, split")
+            raise UnsupportedProblem("refit", expected="a model on one rank", got=f"{split[0]}, split among several")
         away = [name for name, tensor in self._tensors.items() if tensor.is_meta]
         if away:
             raise UnsupportedProblem(

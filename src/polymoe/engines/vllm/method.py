@@ -21,10 +21,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.take_over import PLAIN, TakenOver, is_in_16_bits
+from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.vllm.facts import needs_kernel
 from polymoe.engines.vllm.model_runs import guard_model_runs
-from polymoe.errors import CheckpointError, UnsupportedProblem
+from polymoe.errors import UnsupportedProblem
 
 __all__ = ["PackedMethod"]
 
@@ -177,7 +177,7 @@ def _load(
     name = next(name for name, parameter in layer._parameters.items() if parameter is param)
     done = not param.is_meta and getattr(layer, _DONE, False)
     if done or method.is_plain(name, loaded_weight):
-        success = _load_plain(layer, param, name, loaded_weight, str(shard_id), expert_id, done=done)
+        success = _load_plain(layer, param, name, loaded_weight, shard_id, expert_id, done=done)
         return success if return_success else None
     if not param.is_meta and name not in method.cleared:
         param.data.zero_()
@@ -196,30 +196,23 @@ _load.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
 def _load_plain(
-    layer: Any, param: Any, name: str, loaded_weight: Tensor, shard: str, expert: int | None, *, done: bool
+    layer: Any, param: Any, name: str, loaded_weight: Tensor, shard: str | None, expert: int | None, *, done: bool
 ) -> bool:
     """Take new weights in 16 bits for a layer that is packed; with the last one, pack it.
 
     They come in a reload, which vLLM ends itself, or (``done``) by the model's ``load_weights`` alone.
 
     Raises:
-        CheckpointError: for other tensors by ``load_weights`` alone, and for 16 bits before the layer was packed.
+        CheckpointError, FormatError, UnsupportedProblem: as :meth:`TakenOver.take`.
     """
     method: PackedMethod = layer.quant_method
     place = expert if expert is None or layer.expert_map is None else int(layer.expert_map[expert])
     if place == -1:  # another rank's
         return False
-    if method.device is None or place is None or loaded_weight.dim() != 2 or not is_in_16_bits(name, loaded_weight):
-        raise CheckpointError(
-            f"{method.packed.where}: {name}",
-            expected="one expert's matrix in 16 bits as new weights, or tensors as the checkpoint stores them",
-            got=f"{loaded_weight.dtype} {list(loaded_weight.shape)}",
-            hint="vLLM's reload_weights takes tensors as the checkpoint stores them",
-        )
     if not param.is_meta and not done:  # the reload hands over again what has arrived
         return True
-    if not method.pending:
-        guard_model_runs(method.pending)
+    if not method.updates.pending:
+        guard_model_runs(method.updates)
     info = get_layerwise_info(layer)
     if param.is_meta and len(info.loaded_weights) == 1:
         method.incoming = None  # of a reload that ended before its last tensor

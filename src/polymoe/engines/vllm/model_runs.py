@@ -6,8 +6,7 @@ import functools
 from typing import Any
 
 from polymoe.engines.hooks import missing_hooks
-from polymoe.engines.serving.refit import require_whole_model
-from polymoe.engines.serving.take_over import TakenOver
+from polymoe.engines.serving.refit import Updates
 from polymoe.engines.vllm.hooks import RUN_HOOK
 from polymoe.errors import UnsupportedProblem
 
@@ -16,11 +15,11 @@ __all__ = ["guard_model_runs"]
 _MARK = "polymoe"
 
 
-def guard_model_runs(pending: set[TakenOver]) -> None:
-    """Make this process refuse to run the model while an update of its experts has not ended.
+def guard_model_runs(updates: Updates) -> None:
+    """Make this process refuse to run a model, or its drafter, while an update of its experts has not ended.
 
     Args:
-        pending: layers whose update has begun.
+        updates: of all layers of the process.
 
     Raises:
         UnsupportedProblem: if this vLLM has no such place; nothing is changed then.
@@ -36,8 +35,12 @@ def guard_model_runs(pending: set[TakenOver]) -> None:
 
     @functools.wraps(theirs)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if pending and getattr(scheduler_output, "total_num_scheduled_tokens", 1):
-            require_whole_model(pending, self.worker.model_runner.get_model().modules())
+        if getattr(scheduler_output, "total_num_scheduled_tokens", 1):
+            runner = self.worker.model_runner
+            models: tuple[Any, ...] = (runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None))
+            for model in models:
+                if hasattr(model, "modules"):  # other drafters than models have none
+                    updates.require_whole(model.modules())
         return theirs(self, scheduler_output, *args, **kwargs)
 
     setattr(execute_model, _MARK, True)
