@@ -7,13 +7,10 @@ whatever the tensors hold, so that a layer itself cannot refuse to run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polymoe.common.units import first_few
 from polymoe.errors import UnsupportedProblem
-
-if TYPE_CHECKING:
-    from polymoe.engines.serving.take_over import TakenOver
 
 __all__ = ["Updates"]
 
@@ -22,15 +19,15 @@ class Updates:
     """The updates of all layers of a process, which may be of several models.
 
     Attributes:
-        pending: layers whose update in 16 bits has begun since their model was checked.
+        pending: methods (``TakenOver``) of layers whose update in 16 bits has begun since their model was checked.
     """
 
     def __init__(self) -> None:
-        self.pending: set[TakenOver] = set()
+        self.pending: set[Any] = set()
         self._pass = 0
 
-    def end(self, method: TakenOver) -> None:
-        """Note that all of a layer is new, from weights of whatever dtype.
+    def end(self, method: Any) -> None:
+        """Note that all of the layer of ``method`` is new, from weights of whatever dtype.
 
         Layers of the same pass over the model get the same number. A layer that ends a second time is in the next pass.
         """
