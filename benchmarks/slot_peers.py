@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", default=["gpt-oss-120b", "deepseek-v4-flash"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="if git does not know it")
     asked = parser.parse_args()
     device, machine = torch.device("cuda"), Machine.of("cuda")
     for name in asked.case:
@@ -57,8 +58,8 @@ def main() -> None:
                 **{f"{who}_us": timing.median_us for who, timing in times.items()},
                 "device": torch.cuda.get_device_name(),
                 "versions": {p: metadata.version(p) for p in ("torch", "flashlib", "freetoken")},
-                "commit": source(),
-                "command": " ".join(["python", *sys.argv]),
+                "commit": asked.commit or source(),
+                "command": " ".join(["python benchmarks/slot_peers.py", *asked.case]),
                 "time": utc_now(),
             }
             if asked.out is not None:
