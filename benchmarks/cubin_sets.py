@@ -25,6 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from side_by_side import medians_in_turn
+
 from polymoe.backends.base import Config
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.runner import CudaRunner
@@ -32,7 +34,7 @@ from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls, medians_in_turn
+from polymoe.bench.timing import TimedCalls
 from polymoe.common.atomic import append_line
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import Packed

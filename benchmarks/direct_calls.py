@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import medians_in_turn
 from torch import Tensor
 
 from polymoe.backends import BACKENDS
@@ -29,7 +30,7 @@ from polymoe.bench.measure import draw_calls
 from polymoe.bench.peers import Stacks
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
-from polymoe.bench.timing import TimedCalls, medians_in_turn
+from polymoe.bench.timing import TimedCalls
 from polymoe.common.atomic import append_line
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine

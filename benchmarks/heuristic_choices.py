@@ -15,13 +15,14 @@ from functools import partial
 
 import torch
 from peer_times import SHAPES
+from side_by_side import medians_in_turn
 
 from polymoe.backends import BACKENDS
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.bench.cases import CASES, Case, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls, medians_in_turn
+from polymoe.bench.timing import TimedCalls
 from polymoe.cli.output import measured_on
 from polymoe.layouts import LAYOUTS
 from polymoe.planning.select import select

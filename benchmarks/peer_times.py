@@ -98,11 +98,12 @@ def main() -> int:
 
 def run_row(options: argparse.Namespace) -> None:
     """Time one row; wait for the file ``--turn`` with ``.go`` before timing begins."""
+    from side_by_side import side_by_side
+
     from polymoe.bench.cases import CASES, Workload
     from polymoe.bench.measure import Bench
     from polymoe.bench.records import Stamp, append
     from polymoe.bench.routings import parse_routing
-    from polymoe.bench.side_by_side import side_by_side
     from polymoe.cli.output import measured_on
 
     row = {**ROWS, **UNTUNED}[options.rows[0]]

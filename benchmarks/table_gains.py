@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from side_by_side import medians_in_turn
 from tune_shipped import ROWS, Row
 
 from polymoe.backends import BACKENDS
@@ -25,7 +26,7 @@ from polymoe.backends.config import Config
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls, medians_in_turn
+from polymoe.bench.timing import TimedCalls
 from polymoe.cli.output import measured_on
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine

@@ -361,20 +361,42 @@ def serve(path: Path) -> str:
 
 
 def attacks(path: Path) -> str:
-    """docs/security.md's table: the verdicts of each verb in the newest campaign."""
+    """docs/security.md's tables: verdicts of each verb in the newest campaign, and the newest attack on a server."""
     if not path.exists():
         return "There is no record yet.\n"
-    run = max(map(json.loads, path.read_text(encoding="utf-8").splitlines()), key=lambda run: run["date"])
+    runs = sorted(map(json.loads, path.read_text(encoding="utf-8").splitlines()), key=lambda run: run["date"])
+    run = [run for run in runs if "verdicts" in run][-1]
     verdicts = dict.fromkeys(["same", "answered", "refused", *(name for of in run["verdicts"].values() for name in of)])
     rows = [[verb, *(str(of.get(name, 0)) for name in verdicts)] for verb, of in run["verdicts"].items()]
     counts = (
         f"{run['mutated_checkpoints']:,} changed checkpoints, {run['cases']:,} cases, "
         f"{run['failures']} failures, at most {run['slowest_s']:.1f} s"
     )
-    versions = (
-        f"Python {run['python']}, torch {run['torch']}, transformers {run['transformers']}, polymoe {run['commit']}"
-    )
-    return f"{markdown(['', *verdicts], rows)}\n`{run['command']}`: {counts}. {versions}, {run['date'][:10]}.\n"
+    text = f"{markdown(['', *verdicts], rows)}\n`{run['command']}`: {counts}. {_versions(run)}.\n"
+    return text + "".join(map(_attacked_server, [run for run in runs if "server" in run][-1:]))
+
+
+def _attacked_server(run: dict[str, Any]) -> str:
+    (low, high), descriptors = run["resident_mb"], run["descriptors"]
+    answers = ", ".join(f"{count:,} {name}" for name, count in run["answers"].items())
+    rows = [
+        ["`/health`, ms: median, 99 %, longest", " / ".join(f"{1e3 * run[f'health_{name}_s']:.0f}" for name in
+            ("median", "p99", "longest"))],
+        ["longest without waiting for a processor, ms", f"{1e3 * run['served_longest_s']:.0f}"],
+        ["`/health` without an answer", f"{len(run['failed'])} of {run['health']:,}"],
+        ["sums asked meanwhile", answers],
+        ["memory, MB", f"{low:,} to {high:,}"],
+        ["memory, last fifth of the time over the second", f"{run['resident_growth']:.2f}"],
+        ["descriptors, of 4,096", f"{descriptors[0]:,} to {descriptors[1]:,}"],
+        ["end after SIGTERM, s", f"{run['stopped_s'] - run['stop_waited_s']:.1f}"],
+    ]  # fmt: skip
+    head = [f"{len(run['server'])} attacks, {run['clients']} clients, {run['seconds']:g} s", ""]
+    return f"\n{markdown(head, rows)}\n`{run['command']}`: {_versions(run)}.\n"
+
+
+def _versions(run: dict[str, Any]) -> str:
+    names = ", ".join(f"{name} {run[name]}" for name in ("torch", "transformers"))
+    return f"Python {run['python']}, {names}, polymoe {run['commit']}, {run['date'][:10]}"
 
 
 def number(time_us: float) -> str:

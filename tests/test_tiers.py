@@ -65,18 +65,21 @@ def test_none_and_all(suite: pytest.Pytester) -> None:
 def test_a_sample_has_some_of_each_group_and_nothing_long(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = []
+    samples, alone = [], list[bool]()
     for seed in map(str, range(4)):
         monkeypatch.setenv(tiers.SEED, seed)
         found = collected(suite, "--slow=sample")
         assert found == collected(suite, "--slow=sample")
-        assert [found[0], found[-1]] == ["test_quick", "test_one"]
+        assert found[0] == "test_quick"
+        assert "test_of_minutes" not in found
         many = [name for name in found if name.startswith("test_many[")]
         assert len(many) == 4  # an eighth of 30, rounded up
         assert sum(name.startswith("test_dozen[") for name in found) == 12
-        assert len(set(found)) == len(found) == 1 + 4 + 12 + 1
+        alone.append("test_one" in found)
+        assert len(set(found)) == len(found) == 1 + 4 + 12 + alone[-1]
         samples += many
     assert len(set(samples)) > 8  # of 16 drawn from 30
+    assert set(alone) == {True, False}
 
 
 def test_what_is_chosen_from_a_group_does_not_depend_on_the_others() -> None:
@@ -92,7 +95,7 @@ def test_workers_choose_the_same_sample_and_the_seed_is_said(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     arguments = ["-p", "support.tiers", "--slow=sample"]
     result = suite.runpytest_subprocess(*arguments, "-p", "xdist.plugin", "-n", "2")
-    assert result.parseoutcomes() == {"passed": 18}
+    assert result.parseoutcomes()["passed"] in (17, 18)
     (said,) = [line for line in result.outlines if "slow tests: a sample with seed" in line]
     assert f"{tiers.SEED}={tiers.default_seed(suite.path)} scripts/test --ci" in said
     monkeypatch.setenv(tiers.SEED, "mine")

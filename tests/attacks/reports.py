@@ -11,7 +11,7 @@ from typing import Any
 from attacks.verbs import VERBS
 from attacks.verdicts import FAILURES, VERDICTS
 
-__all__ = ["read", "record", "summary"]
+__all__ = ["made", "read", "record", "summary"]
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -27,11 +27,6 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 def record(reports: list[dict[str, Any]], command: str, commit: str | None) -> dict[str, Any]:
     """What a campaign has found on this machine, as a line of benchmarks/results/attacks.jsonl."""
-    import torch
-    import transformers
-
-    from polymoe.bench.records import source, utc_now
-
     verdicts = {verb: Counter(r["verdict"] for r in reports if r["verb"] == verb) for verb in VERBS}
     return {
         "mutated_checkpoints": len({(r["checkpoint"], r["seed"]) for r in reports}),
@@ -39,6 +34,18 @@ def record(reports: list[dict[str, Any]], command: str, commit: str | None) -> d
         "failures": sum(r["verdict"] in FAILURES for r in reports),
         "slowest_s": max(r["seconds"] for r in reports),
         "verdicts": {verb: {v: count[v] for v in VERDICTS if count[v]} for verb, count in verdicts.items() if count},
+        **made(command, commit),
+    }
+
+
+def made(command: str, commit: str | None) -> dict[str, str]:
+    """With what and when a record was made."""
+    import torch
+    import transformers
+
+    from polymoe.bench.records import source, utc_now
+
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

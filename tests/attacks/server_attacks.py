@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 from attacks.hostile_clients import ATTACKS  # noqa: E402
+from attacks.reports import made  # noqa: E402
+from polymoe.common.atomic import append_line  # noqa: E402
 
 __all__ = ["Measured", "attack"]
 
@@ -51,7 +54,7 @@ class Measured:
     """What an attack did.
 
     Attributes:
-        health_s: seconds that each request of ``/health`` took, one after the other.
+        health_s: seconds that each request of ``/health`` took, one after the other, every tenth of a second.
         served_s: the same without the time for which the server or this process waited for a processor: other programs
             on the machine are not the server's fault.
         failed: requests of ``/health`` that got no answer, or another one than 200.
@@ -133,7 +136,14 @@ def attack(kinds: list[str], seconds: float, clients: int = 400) -> Measured:
         attackers = subprocess.Popen(command)
         stack.callback(attackers.wait)
         stack.callback(attackers.kill)
+        ended = threading.Event()
+        asking = threading.Thread(target=_ask_sums, args=(found, port, ended))
+        asking.start()
+        stack.callback(asking.join)
+        stack.callback(ended.set)
         _measure(found, server.pid, port, seconds)
+        ended.set()
+        asking.join()
         _stop(found, server)
         log.seek(0)
         text = log.read()
@@ -162,11 +172,16 @@ def _measure(found: Measured, pid: int, port: int, seconds: float) -> None:
             last = now
             found.resident_bytes.append(_resident_bytes(pid))
             found.descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
-            status, text = _ask(port, "POST", "/v1/completions", {"prompt": "12+34=", "max_tokens": 4})
-            right = status == "200" and json.loads(text)["choices"][0]["text"] == "46"
-            found.answers["right" if right else "wrong" if status == "200" else status] += 1
         time.sleep(0.1)
     found.wall_s, found.processor_s = time.monotonic() - start, _processor_s(pid) - used
+
+
+def _ask_sums(found: Measured, port: int, ended: threading.Event) -> None:
+    """One after the other, at most one a second."""
+    while not ended.wait(1):
+        status, text = _ask(port, "POST", "/v1/completions", {"prompt": "12+34=", "max_tokens": 4})
+        right = status == "200" and json.loads(text)["choices"][0]["text"] == "46"
+        found.answers["right" if right else "wrong" if status == "200" else status] += 1
 
 
 def _stop(found: Measured, server: subprocess.Popen[bytes]) -> None:
@@ -214,9 +229,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kinds", default=",".join(ATTACKS), help="of: " + ", ".join(ATTACKS))
     parser.add_argument("--clients", type=int, default=400)
+    parser.add_argument("--record", type=Path, help="add a record to this file")
+    parser.add_argument("--commit", help="for the record, if git does not know it")
     arguments = parser.parse_args()
     found = attack(arguments.kinds.split(","), arguments.seconds, arguments.clients)
     print(json.dumps(found.summary(), indent=2))
+    if arguments.record is not None:
+        command = f"python -m tests.attacks.server_attacks --seconds {arguments.seconds:g} --kinds {arguments.kinds}"
+        if arguments.kinds == ",".join(ATTACKS):
+            command = command.partition(" --kinds")[0]
+        asked = {"server": arguments.kinds.split(","), "clients": arguments.clients, "seconds": arguments.seconds}
+        append_line(arguments.record, json.dumps({**asked, **found.summary(), **made(command, arguments.commit)}))
 
 
 if __name__ == "__main__":

@@ -61,12 +61,7 @@ def test_json_of_a_checkpoints_layer(bench: Cli, tmp_path: Path) -> None:
         ((*SMALL, "--format", "mxpf4"), "did you mean 'mxfp4'"),
         ((*SMALL, "--activations", "8bit"), "did you mean '16bit'"),
         ((*SMALL, "--backends", "tritn"), "known: "),
-        ((*SMALL, "--tokens", "1,0"), "numbers such as"),
-        ((*SMALL, "--routing", "zipff"), "uniform, zipf"),
         ((*SMALL, "--energy"), "expected a GPU, got cpu"),
-        ((*SMALL, "--out", "no/such/r.jsonl"), "a file to append to"),
-        ((*SMALL, "--profile", "no/such/t.json"), "an existing directory"),
-        (("--case", "kimi-k2", "--device", "h200"), "auto, cpu, cuda or cuda:N"),
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
         (("--checkpoint", SUMS, "--layer", "99", "--device", "cpu"), "99"),
     ],
@@ -92,7 +87,6 @@ def test_refusals_come_before_any_timing(
         ("--case", "kimi-k2", "--layer", 1),
         ("--checkpoint", SUMS, "--experts", 4),
         ("--checkpoint", SUMS, "--no-bias"),
-        (*SMALL, "--experts", 0),
     ],
 )
 def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:

@@ -278,7 +278,6 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
         ((SUMS, "--measure", "int8"), 2, "--measure: expected packed, dequantized, transformers-packed, got 'int8'"),
         ((SUMS, "--experts", "int8"), 2, "did you mean 'int4_g128'? known: fp8_block128, int4_g128, int4_g32, mxfp4"),
         ((SUMS, "--device", "cpu", "--experts", "nvfp4"), 1, "expected experts in 16 bits, got mxfp4"),
-        ((SUMS, "--batch-size", "0"), 2, "--batch-size: expected numbers"),
         ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
         ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 2, "--prefill-attention: got 'flash_attention_9'"),
         ((SUMS, "--device", "cpu", "--prompt-len", 250), 2, "--prompt-len: expected at most 256, the model's context"),

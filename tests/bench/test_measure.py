@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 import torch
+from side_by_side import medians_in_turn  # type: ignore
 from torch import Tensor
 
 from polymoe.backends import BACKENDS
@@ -18,7 +19,7 @@ from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import random_weights
-from polymoe.bench.timing import TimedCalls, Timing, distinct_calls, medians_in_turn
+from polymoe.bench.timing import TimedCalls, Timing, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine

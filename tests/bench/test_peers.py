@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from side_by_side import side_by_side  # type: ignore
 from torch import Tensor
 
 from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, random_weights
 from polymoe.bench.measure import BenchRow
 from polymoe.bench.peers import PEERS, PeerCall, Stacks
-from polymoe.bench.side_by_side import side_by_side
 from polymoe.errors import ArgumentError
 from polymoe.problem import Problem
 from polymoe.problem.routing import Routing

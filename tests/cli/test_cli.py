@@ -177,12 +177,8 @@ class TestRefusals:
             (("explain", SUMS, "--device", "h20"), "did you mean 'h200'"),
             (("explain", SUMS, "--role", "decoder"), "did you mean 'decode'"),
             (("explain", SUMS, "--activations", "fp4"), "known: 16bit"),
-            (("verify", SUMS, "--tokens", "1,x"), "--tokens: expected numbers"),
-            (("verify", SUMS, "--tokens", 10**7), "--tokens: expected numbers"),
             (("verify", SUMS, "--device", "rtx4090"), "--device: expected auto, cpu, cuda or cuda:N, got 'rtx4090'"),
-            (("run", SUMS, "--device", "cuda:x", "1+1="), "--device: expected auto, cpu, cuda or cuda:N"),
             (("verify", SUMS, "--backend", "magic"), "known: auto, cuda, "),
-            (("run", SUMS, "--backend", "magic", "1+1="), "known: auto, cuda, "),
             (("verify", SUMS, "--backend", "hopper"), "'hopper' is called 'cuda' now"),
             (("run", SUMS, "--device", "cpu", "--graphs", "1+1="), "--graphs: expected a GPU"),
             (("run", SUMS, "--device", "cpu", "1+" * 200), "prompt: expected fewer tokens than the context's 256"),
@@ -450,18 +446,6 @@ def test_closed_streams_are_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_no_traceback() -> None:
-    code = "from polymoe.cli import main; main()"
-    with open("/dev/full", "w") as full:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        command = [sys.executable, "-c", code, "--version"]
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
-    assert run.returncode == 1
-    assert "No space left" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("args", [("--version",), ("explain", SUMS, "--json"), ("explain", SUMS)])
 def test_what_a_full_disk_did_not_take_is_lost(
     args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -498,11 +482,3 @@ def test_a_reader_that_has_left_is_no_error(
     with open(there, "w") as stdout:  # closing it at the end would fail with anything left in the buffer
         assert into(stdout, monkeypatch, "--version") == 0
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"'{sys.executable}' -c 'from polymoe.cli import main; main()' explain '{SUMS}' --json | head -1"
-    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
-    assert run.stdout == "{\n"
-    assert run.stderr == ""

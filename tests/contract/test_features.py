@@ -49,10 +49,6 @@ FLIPPED_SPEC: dict[str, Any] = {
 """The same of its spec."""
 
 
-class SquaredReLU(ReLU2):
-    """An activation that nobody has heard of."""
-
-
 def flipped(name: str) -> Problem:
     if name.startswith("spec."):
         name = name.removeprefix("spec.")

@@ -282,25 +282,6 @@ def test_every_range_has_a_time(role: str) -> None:
     assert {(r.source, r.proven) for r in found} == {("predicted", "never tested on h200")}
 
 
-def test_update_keeps_addresses() -> None:
-    weights, other = random_experts(seed=0), random_experts(seed=9)
-    experts = FusedExperts.pack(problem_of(weights), weights, choice(toys()))
-    addresses = [b.data_ptr() for b in experts.buffers()]
-    experts.update(other)
-    assert [b.data_ptr() for b in experts.buffers()] == addresses
-    experts.check(other)
-    with pytest.raises(VerificationError):
-        experts.check(weights)
-
-
-def test_verdicts_say_what_they_accept() -> None:
-    weights = random_experts()
-    selection = choice(toys()).select(problem_of(weights))
-    small = next(c for c in selection.candidates if c.backend == "small")
-    assert isinstance(small.verdict, Accepted)
-    assert small.verdict.max_tokens == 63
-
-
 def _flat(call):  # type: ignore[no-untyped-def]
     x, routing = call
     return x, *routing

@@ -383,16 +383,17 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "base"),
+    ("url", "base", "root"),
     [
-        ("http://h:1", "http://h:1/v1"),
-        ("http://h:1/", "http://h:1/v1"),
-        ("http://h:1/v1/", "http://h:1/v1"),
-        ("https://h/api/openai", "https://h/api/openai"),
+        ("http://h:1", "http://h:1/v1", "http://h:1"),
+        ("http://h:1/", "http://h:1/v1", "http://h:1"),
+        ("http://h:1/v1/", "http://h:1/v1", "http://h:1"),
+        ("https://h/api/openai", "https://h/api/openai", "https://h/api/openai"),
     ],
 )
-def test_urls(url: str, base: str) -> None:
-    assert Server(url=url).base_url == base
+def test_urls(url: str, base: str, root: str) -> None:
+    server = Server(url=url)
+    assert (server.base_url, server.root, server.host) == (base, root, "h")
 
 
 @pytest.mark.parametrize("url", ["h:1", "ftp://h", "http://", "http://h:x", "http://[::1"])

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import PlanError
-from polymoe.layer import packed_layer
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
@@ -110,12 +109,6 @@ class TestUpdateFromItself:
             experts.update(torn(permuted(experts.weights)))
         assert torch.equal(experts(*call), y)
 
-    def test_others_are_packed_in_place(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-        experts, other = layer(), layer(random_experts(seed=5))
-        monkeypatch.setattr(packed_layer, "_overwrite", None)
-        experts.update(permuted(other.weights))
-        assert torch.equal(experts(*call), layer(permuted(random_experts(seed=5)))(*call))
-
 
 def with_parameters(weights: ExpertWeights) -> ExpertWeights:
     """As of a module that is trained: whatever may require a gradient does."""
@@ -187,15 +180,6 @@ def test_a_failed_update_is_known_to_all_who_share_the_tensors(call: Call) -> No
         update(random_experts())
         for use in (experts, twin, run):
             assert torch.equal(use(*call), y)
-
-
-def test_a_shallow_copy_follows_a_move(call: Call) -> None:
-    experts = layer()
-    twin, y = copy.copy(experts), experts(*call)
-    for name, buffer in experts.named_buffers():
-        setattr(experts, name, buffer.clone())
-    experts.to("cpu")
-    assert torch.equal(twin(*call), y)
 
 
 def with_bias_dtype(weights: ExpertWeights, dtype: torch.dtype, only: int | None = None) -> ExpertWeights:

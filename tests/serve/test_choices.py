@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-
 from polymoe.engines.transformers.replies import ReplyPart
 from polymoe.serve.choices import AnswerChoice, ChoicePart, StopStrings
 from polymoe.serve.errors import unavailable
@@ -62,10 +58,6 @@ def choice(pieces: list[ReplyPart], **settings: Any) -> AnswerChoice:
 
 def parts_of(answer: AnswerChoice) -> list[ChoicePart]:
     return [answer.out.get_nowait() for _ in range(answer.out.qsize())]
-
-
-def text_of(answer: AnswerChoice) -> list[str]:
-    return [part.text for each in parts_of(answer) for part in each.parts]
 
 
 THOUGHT, CALL = ReplyPart("reasoning", "ab"), ReplyPart("tool_call", "f({})", "f", "{}")

@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.engines.transformers import paged_attention
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve import continuous_batching, shared_sampling

@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.serve.limits import Limits
 from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
 from polymoe.serve.settings import GenerationSettings

@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from support.serving import MOST_WAYS, Running, batching_server, said, user
 
 HOT = {"temperature": 50.0, "max_tokens": 5}

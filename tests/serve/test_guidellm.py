@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-
 from support.serving import CHECKPOINT, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("guidellm") is None, reason="needs guidellm")]

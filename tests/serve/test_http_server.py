@@ -11,12 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.errors import ArgumentError
 from polymoe.serve import http_server
 from polymoe.serve.http_server import _Connection, connection_limit

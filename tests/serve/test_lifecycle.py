@@ -11,16 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 import httpx
 import openai
+import pytest
 
 from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.layer.routing_trace import RoutingTrace

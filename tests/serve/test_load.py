@@ -20,10 +20,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("openai")
 pytest.importorskip("httpx")
 
 import httpx

@@ -12,15 +12,8 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 import httpx
+import pytest
 import torch
 
 from polymoe.engines.transformers import load

@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.serve.messages import read_messages
 from support.serving import refused
 

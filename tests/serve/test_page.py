@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
 pytest.importorskip("playwright")
 
 from fastapi.testclient import TestClient

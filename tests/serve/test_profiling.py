@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from fastapi import FastAPI

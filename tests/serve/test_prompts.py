@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.serve import app, prompts
 from polymoe.serve.limits import Limits
 from polymoe.serve.prompts import PromptReader, longest_token

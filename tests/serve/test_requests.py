@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 import openai
+import pytest
 
 from polymoe.serve.limits import Limits
 from support.serving import AUTHORIZED, CONTEXT, TOOLS, Running, refused, user

@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-
 from transformers import (
     GenerationConfig,
     MinPLogitsWarper,

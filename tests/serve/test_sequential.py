@@ -6,15 +6,8 @@ import json
 import time
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 import openai
+import pytest
 
 from support.serving import CONTEXT, EVERY_WAY, UNENDING, Running, said, user
 
@@ -22,28 +15,9 @@ from support.serving import CONTEXT, EVERY_WAY, UNENDING, Running, said, user
 
 
 @EVERY_WAY
-@pytest.mark.parametrize(
-    ("stop", "text", "tokens"),
-    [
-        ("7", "-4", 3),
-        ("73", "-4", 4),
-        (["9", "3"], "-47", 4),
-        (["473"], "-", 4),
-        ("-", "", 1),
-        ("\n", "-473", 5),
-        (["never", "74"], "-473", 5),
-        ("😀", "-473", 5),
-    ],
-)
-def test_stop_strings(server: Running, stop: Any, text: str, tokens: int, chat: bool, stream: bool) -> None:
-    assert said(server, stop=stop, chat=chat, stream=stream) == (text, "stop", tokens)
-
-
-@EVERY_WAY
-def test_an_answer_that_reaches_its_limit_is_cut_where_it_is(server: Running, chat: bool, stream: bool) -> None:
-    assert said(server, max_tokens=2, stop="never", chat=chat, stream=stream) == ("-4", "length", 2)
+def test_an_answer_may_be_allowed_more_than_the_context_has_room_for(server: Running, chat: bool, stream: bool) -> None:
     most = said(server, "1+2=", max_tokens=CONTEXT, chat=chat, stream=stream)
-    assert most == ("3", "stop", 2)  # what the context has no room for behind this prompt is no error
+    assert most == ("3", "stop", 2)
 
 
 def test_goes_on_after_the_end_token_when_asked_to(server: Running) -> None:
@@ -64,17 +38,6 @@ def test_goes_on_after_the_end_token_when_asked_to(server: Running) -> None:
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_temperature_samples_and_a_seed_makes_it_repeatable(server: Running) -> None:
-    def answers(**fields: Any) -> list[str]:
-        return [said(server, chat=False, stream=False, **fields)[0] for _ in range(2)]
-
-    hot = {"temperature": 50.0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-    assert len(set(answers(**hot))) > 1
-    assert len(set(answers(seed=5, **hot))) == 1
-    assert answers(seed=5, **hot) != answers(seed=6, **hot)
-    assert set(answers()) == set(answers(temperature=0)) == {"-473"}
 
 
 # --- Clients that leave, and failures ---------------------------------------------------------------------------------

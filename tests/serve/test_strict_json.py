@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("prometheus_client")
-
 from polymoe.serve.strict_json import MAX_DEPTH, MAX_VALUES, parse, parse_object
 from support.serving import refused
 

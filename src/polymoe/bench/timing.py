@@ -6,7 +6,6 @@ Everything else is timed call by call, including its launches.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["TimedCalls", "Timing", "distinct_calls", "medians_in_turn"]
+__all__ = ["TimedCalls", "Timing", "distinct_calls"]
 
 _WARM_UP, _REPEATS, _AT_LEAST = 3, 15, 3
 _SECONDS = 2.0  # for calls timed one by one
@@ -126,12 +125,3 @@ class TimedCalls:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def medians_in_turn(
-    timed: Sequence[TimedCalls], rounds: int, repeats: int = _REPEATS, *, rest_seconds: float = 0.0
-) -> list[float]:
-    """Return the median time of each, in microseconds, of rounds in which all are timed in turn, as clocks change
-    meanwhile. Other arguments are those of :meth:`TimedCalls.time`."""
-    found = [[t.time(repeats, rest_seconds=rest_seconds).median_us for t in timed] for _ in range(rounds)]
-    return [statistics.median(times) for times in zip(*found, strict=True)]

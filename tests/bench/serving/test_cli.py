@@ -161,18 +161,10 @@ def test_traces_are_named(bench: Cli, standin: Standin) -> None:
     ("args", "message"),
     [
         (("--server", "nowhere"), "--server: expected a URL such as"),
-        (("--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
         (("--batch-size", "--json"), "--batch-size: expected numbers"),
-        (("--batch-size", "1,x"), "--batch-size: expected numbers"),
         (("--batch-size", "2.5"), "--batch-size: expected numbers"),
-        (("--request-rate", "0"), "--request-rate: expected numbers"),
         (("--input-len", "nan"), "--input-len: expected numbers"),
-        (("--extra-body", "[]"), "--extra-body: expected a JSON object"),
         (("--extra-body", "{"), "--extra-body: expected a JSON object"),
-        (("--out", "no/such/r.jsonl"), "a file to append to"),
-        (("--markdown", "no/such/t.md"), "an existing directory"),
-        (("--plot", "p.jpg"), "a name that ends in .png"),
-        (("--gpu-ids", "0,x"), "--gpu-ids: expected numbers such as 0,1"),
         (("--tokenizer", "no/such/tokenizer"), "no/such/tokenizer: expected an existing path, or a Hub id"),
     ],
 )
@@ -189,8 +181,6 @@ def test_refusals_come_before_any_request(bench: Cli, standin: Standin, args: tu
         ("--concurrency", 1, "--request-rate", 1),
         ("--requests", 5),
         ("--batch-size", 1, "stray"),
-        ("--gpus", 0),
-        ("--nonsense",),
         ("--batch-size",),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,10 +25,11 @@ from polymoe.bench.contenders import (
 )
 from polymoe.bench.measure import Bench, compared_call, draw_calls, reference_results
 from polymoe.bench.peers import Stacks
+from polymoe.bench.timing import TimedCalls
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem.activation_quantization import UNQUANTIZED
 
-__all__ = ["side_by_side"]
+__all__ = ["medians_in_turn", "side_by_side"]
 
 
 def side_by_side(
@@ -115,3 +117,12 @@ def _first_calls(run: Run, calls: Sequence[Call], *, at_once: bool) -> None:
     if at_once and len(calls) > 1:
         with ThreadPoolExecutor(len(calls) - 1) as pool:
             list(pool.map(one, calls[1:]))
+
+
+def medians_in_turn(
+    timed: Sequence[TimedCalls], rounds: int, repeats: int = 15, *, rest_seconds: float = 0.0
+) -> list[float]:
+    """Return the median time of each, in microseconds, of rounds in which all are timed in turn, as clocks change
+    meanwhile. Other arguments are those of :meth:`TimedCalls.time`."""
+    found = [[t.time(repeats, rest_seconds=rest_seconds).median_us for t in timed] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*found, strict=True)]
