@@ -18,7 +18,9 @@ from vllm.model_executor.layers.fused_moe.config import (  # pyright: ignore
     FusedMoEParallelConfig,
     RoutingMethodType,
 )
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat  # pyright: ignore
 from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep  # pyright: ignore
+from vllm.model_executor.layers.quantization.utils import quant_utils  # pyright: ignore
 from vllm.v1.worker.workspace import init_workspace_manager  # pyright: ignore
 
 import polymoe
@@ -29,6 +31,7 @@ from polymoe.engines.serving.take_over import take_over
 from polymoe.engines.vllm import modular
 from polymoe.engines.vllm.method import PackedMethod
 from polymoe.errors import UnsupportedProblem
+from polymoe.machine import Machine
 from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of, local_experts
 
 MODEL = "sums-qwen3-fp8"
@@ -173,3 +176,74 @@ def test_an_all_to_all_backend_without_rows_of_tokens_is_refused(monkeypatch: py
     monkeypatch.setattr(modular, "maybe_make_prepare_finalize", lambda *_, **__: found)
     with pytest.raises(UnsupportedProblem, match="an all-to-all backend that gives rows of tokens"):
         modular.modular_kernel(method, layer)
+
+
+ON_H100 = Machine.of("h100")
+
+
+@pytest.fixture(params=["cpu", "h100"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What vLLM runs on, as the classes among which it chooses see it."""
+    if request.param == "h100":
+        monkeypatch.setattr(modular, "machine_of", lambda _: ON_H100)
+    modular._runs.cache_clear()
+    return request.param
+
+
+SCHEMES = {
+    None: True,
+    "kFp8StaticTensorSym": True,
+    "kFp8StaticChannelSym": True,
+    "kFp8StaticTokenSym": True,
+    "kFp8Static128BlockSym": True,
+    "kMxfp8Static": True,
+    "kMxfp4Static": True,
+    "kNvfp4Static": True,
+    "kInt4Static": True,
+    "kInt4Static32": True,
+    "kInt4StaticAsym": True,
+    "kMxfp6E3M2Static": False,
+    "kInt8StaticChannelSym": False,
+    "kInt8StaticTensorAsym": False,
+}
+
+
+@pytest.mark.parametrize(("name", "taken"), SCHEMES.items(), ids=str)
+def test_schemes_that_it_supports_are_those_that_a_backend_runs(machine: str, name: str | None, taken: bool) -> None:
+    key = None if name is None else getattr(quant_utils, name)
+    assert modular.ModularExperts._supports_quant_scheme(key, None) == taken
+
+
+def test_it_says_what_no_backend_runs(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supported(key: Any = None, moe: Any = None, form: Any = FusedMoEActivationFormat.Standard) -> str | None:
+        experts = modular.ModularExperts
+        ok, reason = experts.is_supported_config(experts, moe or config(MODEL, 1), key, None, form)
+        assert ok == (reason is None)
+        return reason
+
+    assert supported() is None
+    assert supported(quant_utils.kFp8Static128BlockSym) is None
+    assert "QuantKey(i8" in str(supported(quant_utils.kInt8StaticChannelSym))
+    assert supported(form=FusedMoEActivationFormat.BatchedExperts) is not None
+    assert supported(moe=config(MODEL, 2)) is None
+    balanced = config(MODEL, 2, enable_eplb=True)
+    assert "enable_eplb=True" in str(supported(moe=balanced))
+    exchanged = {"use_ep": True, "all2all_backend": "deepep_low_latency"}
+    assert "deepep_low_latency" in str(supported(moe=config(MODEL, 2, **exchanged)))
+    other = config(MODEL, 1)
+    other.activation = MoEActivation.SWIGLUSTEP
+    assert "activation" in str(supported(moe=other))
+    other.activation = MoEActivation.RELU2_NO_MUL
+    assert supported(moe=other) is None
+    odd = config(MODEL, 1)
+    odd.hidden_dim = 2047
+    assert (supported(moe=odd) is None) == (machine == "cpu")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert (supported() is None) == (machine == "h100")
+
+
+def test_a_machine_without_a_backend_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modular, "BACKENDS", {})
+    modular._runs.cache_clear()
+    assert not modular.ModularExperts._supports_current_device()
+    modular._runs.cache_clear()

@@ -22,6 +22,7 @@ from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.packed_layer import PackedLayer
 from polymoe.layer.refit import IncomingExperts
 from polymoe.layer.runtime import PlanRequest
+from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertWeights
 
 __all__ = ["PLAIN", "TakenOver", "take_over"]
@@ -182,11 +183,13 @@ class TakenOver:
             self._offload(layer, slots)
         self._report(layer)
 
-    def run_experts(self, layer: Any, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
-        """Return the weighted sum of this rank's experts, as :meth:`PackedLayer.__call__`."""
+    def run_experts(
+        self, layer: Any, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the weighted sum of this rank's experts, as :meth:`polymoe.layer.experts.FusedExperts.forward`."""
         for experts in self.offloaded:
-            return experts(x_TH, ids_TA, weights_TA)
-        return self.packed(layer, x_TH, ids_TA, weights_TA)
+            return experts(x_TH, ids_TA, weights_TA, out=out)
+        return self.packed.run(layer, CallArguments(x_TH, ids_TA, weights_TA, out))
 
     def _pack(self, layer: Any, weights: ExpertWeights, *, check: bool, in_place: bool) -> None:
         """Pack ``weights`` on the device, or over those in host memory."""

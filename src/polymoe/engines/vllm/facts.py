@@ -14,7 +14,16 @@ from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.problem.verdict import Reasons
 
-__all__ = ["created_tensors", "facts_of", "needs_kernel", "refusals", "role_of"]
+__all__ = [
+    "activation_of",
+    "created_tensors",
+    "exchanges_rows",
+    "facts_of",
+    "gathers",
+    "needs_kernel",
+    "refusals",
+    "role_of",
+]
 
 # Models of vLLM that read a layer's own weights, or ask for its own kernel, beside the layer.
 _SPECIAL = ("DeepseekV41ForCausalLM", "FlintForCausalLM")
@@ -82,6 +91,22 @@ def needs_kernel(parallel: Any) -> bool:
     return (parallel.use_all2all_kernels or backend == "passthrough") and backend not in _GATHERED
 
 
+def exchanges_rows(parallel: Any) -> bool:
+    """Whether the experts get rows of tokens, as polymoe's take them: by a gather, or from some all-to-all backends."""
+    return not needs_kernel(parallel) or parallel.all2all_backend in _EXCHANGED
+
+
+def gathers(parallel: Any) -> bool:
+    """Whether vLLM's runner gathers the tokens of all ranks itself, so that a layer must have no modular kernel.
+
+    Versions such as 0.24 and 0.26 do, and ask methods that have a kernel for parts of another one; later ones leave it
+    to the kernel's prepare and finalize steps.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase  # pyright: ignore
+
+    return hasattr(FusedMoEMethodBase, "maybe_make_prepare_finalize") and not needs_kernel(parallel)
+
+
 def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Mapping[str, Tensor]:
     """Return the parameters that ``method`` would create for the layer, on the meta device, by name.
 
@@ -120,7 +145,7 @@ def facts_of(
     """
     parallel, reasons = moe.moe_parallel_config, Reasons()
     name = moe.activation.value
-    activation = _activation(name, layer, moe)
+    activation = activation_of(name, layer, moe)
     reasons.need(activation is not None, "activation", "silu, swigluoai, gelu, gelu_tanh or relu2_no_mul", name)
     actorder = getattr(getattr(method, "weight_quant", None), "actorder", None)
     of_method = method_facts(method, VLLM, tensors, actorder, reasons)
@@ -144,7 +169,7 @@ def facts_of(
     )
 
 
-def _activation(name: str, layer: Any, moe: Any) -> Activation | None:
+def activation_of(name: str, layer: Any, moe: Any) -> Activation | None:
     """Return polymoe's activation for vLLM's, with the layer's constants; None if there is none."""
     if name in ("silu", "swigluoai", "swigluoai_uninterleave"):
         default = (1.0, 0.0, None) if name == "silu" else (1.702, 1.0, 7.0)

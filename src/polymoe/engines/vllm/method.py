@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
-from polymoe.engines.vllm.facts import needs_kernel
+from polymoe.engines.vllm.facts import gathers
 from polymoe.engines.vllm.model_runs import guard_model_runs
 from polymoe.errors import UnsupportedProblem
 
@@ -71,7 +71,7 @@ class PackedMethod(TakenOver):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer from vLLM's tensors, and drop those; make vLLM's kernel if an all-to-all backend needs one.
+        """Pack the layer from vLLM's tensors, and drop those; make vLLM's kernel, unless its runner gathers tokens.
 
         Raises:
             CheckpointError: if a part of a tensor was never loaded.
@@ -93,7 +93,7 @@ class PackedMethod(TakenOver):
 
         self.pack(layer, lambda name: None)
         self._end(layer)
-        if self.moe_kernel is None and needs_kernel(layer.moe_config.moe_parallel_config):
+        if self.moe_kernel is None and not gathers(layer.moe_config.moe_parallel_config):
             from polymoe.engines.vllm.modular import modular_kernel
 
             self.moe_kernel = modular_kernel(self, layer)
@@ -132,8 +132,8 @@ class PackedMethod(TakenOver):
         shared_experts: Any = None,
         shared_experts_input: Any = None,
     ) -> Tensor:
-        """Return this rank's weighted sum [T, H], or with an all-to-all backend that of all ranks for this rank's
-        tokens; shared experts are vLLM's to run."""
+        """Return the weighted sum [T, H] of this rank's experts, or with data parallelism in vLLM's kernel that of all
+        ranks for this rank's tokens; shared experts are vLLM's to run."""
         if self.moe_kernel is None:
             return self.run(layer, x, topk_weights, topk_ids)
         # vLLM reads nothing of the weights but their number: the tensors of packed experts have other shapes.
@@ -152,11 +152,12 @@ class PackedMethod(TakenOver):
             shared_experts_input=shared_experts_input,
         )
 
-    def run(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """Return the weighted sum [T, H] of this rank's experts; ids are those of the whole layer."""
+    def run(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the weighted sum [T, H] of this rank's experts, in ``out`` if given; ids are those of the whole
+        layer."""
         if self.plan.mapped:
             topk_ids = mapped_ids(topk_ids, layer.expert_map)
-        return self.run_experts(layer, x, topk_ids, topk_weights.to(torch.float32))
+        return self.run_experts(layer, x, topk_ids, topk_weights.to(torch.float32), out)
 
 
 def _load(

@@ -1,13 +1,17 @@
 """polymoe's experts in vLLM's modular kernel: vLLM prepares and finalizes, which is where other ranks get their tokens.
 
-vLLM calls a quantization method without such a kernel after it has gathered all tokens itself. Its all-to-all backends
-exchange only the tokens that a rank needs, and work with a modular kernel alone.
+In versions such as 0.24 and 0.26, vLLM's runner gathers all tokens itself and calls a quantization method that has no
+kernel; its all-to-all backends exchange only the tokens that a rank needs, and work with a kernel alone there too.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize  # pyright: ignore
 from vllm.model_executor.layers.fused_moe.modular_kernel import (  # pyright: ignore
@@ -16,10 +20,83 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (  # pyright: ig
     FusedMoEKernel,
 )
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP  # pyright: ignore
+from vllm.platforms import current_platform  # pyright: ignore
 
-from polymoe.errors import UnsupportedProblem
+from polymoe.backends import BACKENDS
+from polymoe.engines.serving.chooser import machine_of
+from polymoe.engines.vllm.facts import activation_of, exchanges_rows
+from polymoe.errors import FormatError, UnsupportedProblem
+from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
+from polymoe.formats.encoding import Element, ScaleDtype
+from polymoe.layer.runtime import PlanRequest
+from polymoe.layouts import LAYOUTS
+from polymoe.problem import Problem
+from polymoe.problem.activations import Activation, ReLU2, SwiGLU
+from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["ModularExperts", "modular_kernel"]
+__all__ = ["ModularExperts", "encoding_of", "modular_kernel"]
+
+_HIDDEN, _INTERMEDIATE, _EXPERTS = 2048, 1024, 8
+
+
+_ELEMENTS: dict[Any, Element] = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e2m1"}
+_SCALES: dict[Any, ScaleDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e8m0fnu: "e8m0",
+    torch.uint8: "e8m0",
+}
+_GRANULARITIES = {(-1, -1): PerTensor(), (-1, 1): PerChannel(), (1, -1): PerChannel()}
+_NO_CONSTANTS = SimpleNamespace(swiglu_alpha=None, swiglu_beta=None, swiglu_limit=None)
+
+
+def encoding_of(key: Any) -> Encoding | None:
+    """Return the encoding of weights that vLLM describes by a ``QuantKey``, of bfloat16 for None; None if there
+    is none."""
+    if key is None:
+        return FORMATS["bf16"].encoding
+    element: Element | None = "int4" if getattr(key.dtype, "size_bits", 0) == 4 else _ELEMENTS.get(key.dtype)
+    shape, scale = tuple(key.scale.group_shape), _SCALES.get(key.scale.dtype)
+    if element == "int4" and shape == (1, -1):  # of any size
+        shape = (1, 128)
+    if element is None or scale is None:
+        return None
+    try:
+        return Encoding(
+            element=element,
+            granularity=_GRANULARITIES.get(shape) or PerGroup(*shape),
+            scale_dtype=scale,
+            zero_points=not key.symmetric,
+            global_scale=key.scale2 is not None,
+        )
+    except FormatError:
+        return None
+
+
+def _usual(encoding: Encoding | None = None, activation: Activation | None = None, hidden: int = _HIDDEN) -> Problem:
+    """A layer of sizes that suit every format."""
+    held, function = encoding or FORMATS["bf16"].encoding, activation or SwiGLU()
+    spec = ExpertsSpec(
+        hidden=hidden,
+        intermediate=_INTERMEDIATE,
+        experts=_EXPERTS,
+        gate=held if function.gated else None,
+        up=held,
+        down=held,
+        bias=False,
+        first_expert=0,
+        local_experts=_EXPERTS,
+    )
+    return Problem(spec=spec, activation=function, top_k=2)
+
+
+@cache
+def _runs(problem: Problem) -> bool:
+    """Whether a backend runs ``problem`` on this machine."""
+    machine = machine_of(current_platform.device_type)
+    return PlanRequest(machine, "mixed", "auto", BACKENDS, LAYOUTS).select(problem).plan is not None
 
 
 class ModularExperts(FusedMoEExpertsModular):
@@ -45,13 +122,39 @@ class ModularExperts(FusedMoEExpertsModular):
         """Rows of tokens, in any order."""
         return FusedMoEActivationFormat.Standard
 
-    # vLLM asks these of the classes among which it chooses; polymoe has chosen already.
-    _supports_current_device = staticmethod(lambda: True)
-    _supports_no_act_and_mul = staticmethod(lambda: True)
-    _supports_quant_scheme = staticmethod(lambda *_: True)
-    _supports_activation = staticmethod(lambda *_: True)
-    _supports_parallel_config = staticmethod(lambda *_: True)
-    _supports_batch_invariance = staticmethod(lambda: True)
+    # vLLM asks these of the classes among which it chooses, before there is a layer. The layer itself is judged as a
+    # whole, with its sizes, by polymoe.engines.serving.stand_aside.
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return _runs(_usual())
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        return _runs(_usual(hidden=hidden_dim))
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return _runs(_usual(activation=ReLU2()))
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        found = activation_of(activation.value, None, _NO_CONSTANTS)
+        return found is not None and _runs(_usual(activation=found))
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        """Whatever inputs vLLM would have: they come in 16 bits, and are held so where no backend takes others."""
+        encoding = encoding_of(weight_key)
+        return encoding is not None and _runs(_usual(encoding))
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.enable_eplb and exchanges_rows(moe_parallel_config)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return _runs(replace(_usual(), batch_invariant=True))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
         """Nothing is left to weight and to sum."""
@@ -69,7 +172,7 @@ class ModularExperts(FusedMoEExpertsModular):
 
     def apply(self, output: Tensor, hidden_states: Tensor, *, topk_weights: Tensor, topk_ids: Tensor, **_: Any) -> None:
         """Write the weighted sum of this rank's experts to ``output`` [T, H]; ids are those of the whole layer."""
-        output.copy_(self._method.run(self._layer, hidden_states, topk_weights, topk_ids))
+        self._method.run(self._layer, hidden_states, topk_weights, topk_ids, output)
 
 
 def modular_kernel(method: Any, layer: Any) -> FusedMoEKernel:

@@ -16,7 +16,7 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts
-from polymoe.engines.vllm.facts import created_tensors, facts_of, needs_kernel, refusals, role_of
+from polymoe.engines.vllm.facts import created_tensors, facts_of, gathers, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import missing_plain_backends, neutral_choice
 
@@ -91,7 +91,7 @@ class MethodChooser(LayerChooser):
             return method, facts, instead
 
         refused = refusals(layer, moe, config, self.settings, where)
-        for lack in missing_hooks(MODULAR_HOOKS) if needs_kernel(moe.moe_parallel_config) else ():
+        for lack in () if gathers(moe.moe_parallel_config) else missing_hooks(MODULAR_HOOKS):
             refused.need(False, f"vLLM without {lack}")
         ours = self.choose(
             where,
