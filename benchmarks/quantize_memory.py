@@ -29,8 +29,8 @@ from polymoe.checkpoint.quantize import quantize_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def write_model(directory: Path, layers: int) -> None:
-    """A model in BF16 that does not exist yet."""
+def write_model(directory: Path, layers: int, workers: int = 1) -> None:
+    """Write a model in BF16 that does not exist yet; each worker holds a layer in memory."""
     sys.path.insert(0, str(ROOT / "models"))
     import random_qwen3_fp8 as sizes
     from random_gpt_oss import uniform, write
@@ -41,7 +41,7 @@ def write_model(directory: Path, layers: int) -> None:
 
     sizes._codes = lambda *shape: uniform(*shape, std=shape[-1] ** -0.5)
     config = {key: value for key, value in sizes.qwen3_30b(layers=layers).items() if key != "quantization_config"}
-    write(directory, config, shards=shards, workers=1)
+    write(directory, config, shards=shards, workers=workers)
 
 
 def own_bytes() -> int:

@@ -26,6 +26,7 @@ import transformers
 from dequantized import filled, own
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.quantized import QUANTIZED_FORMATS
 from polymoe.cli.progress import Progress
 from polymoe.engines.transformers.generator import Generator
 
@@ -33,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 HELD_OUT = HERE / "sums-heldout.jsonl"
 MOST_APART = 0.3  # points
 LEAST = 97.0  # percent
+LEAST_QUANTIZED = 99.0  # percent, of experts that are quantized while loading
 
 
 def exact_match(
@@ -71,6 +73,22 @@ def dequantized(path: Path, like: Generator) -> tuple[Generator, str]:
     if model is None:
         model, by = filled(path, dtype), "filled"
     return Generator(model.to(device), like.tokenizer), by
+
+
+def formats(
+    path: Path, rows: list[dict[str, str]], batch: int, device: str, said: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
+    """Exact match of a checkpoint in 16 bit, as it is ("bf16") and with experts in each format."""
+    found = {}
+    for experts in ("bf16", *QUANTIZED_FORMATS):
+        generator = Generator.load(str(path), device=device, experts=None if experts == "bf16" else experts)
+        found[experts] = exact_match(generator, rows, batch, lambda text, name=experts: said(f"{name}, {text}"))
+    return found
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a checkpoint's config says that its experts are quantized."""
+    return "quantization_config" in json.loads((path / "config.json").read_text())
 
 
 def facts(path: Path) -> dict[str, object]:
@@ -113,6 +131,17 @@ def main() -> None:
     good = True
     for path in args.checkpoints or sorted(file.parent for file in HERE.glob("sums-*/config.json")):
         start = time.perf_counter()
+        if not is_quantized(path):
+            with Progress(path.name) as progress:
+                right = formats(path, rows, args.batch, args.device, progress.update)
+            good &= min(right.values()) >= LEAST_QUANTIZED
+            if args.json:
+                where = record(os.path.relpath(path), len(rows), args.device)
+                print(json.dumps({"right": right, **facts(path), **where}), flush=True)
+            else:
+                text = ", ".join(f"{name} {percent:.2f} %" for name, percent in right.items())
+                print(f"{path.name}: {text} of {len(rows)} right (at least {LEAST_QUANTIZED:g} %)", flush=True)
+            continue
         with Progress(path.name) as progress:
             progress.update("loading")
             generator = packed(path, args.device)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +43,14 @@ class TrainedFamily:
     """Dtype of FP8 scales, where it is not the one that polymoe supposes from the config."""
     prepare: Callable[[nn.Module], None] = field(default=lambda model: None)
     """Changes an untrained model's weights."""
+    noise: float = 0.0
+    """Normal noise on the experts' weights in the last part of the training, as a share of the root mean square of a
+    row. It prepares experts that are stored in 16 bit for any quantization."""
 
     def encoding(self, tensor: str) -> tuple[str, Encoding] | None:
         """Dialect and encoding of a linear layer's weight, by its name in the files; None if it stays in 16 bit."""
+        if "quantization_config" not in self.config:
+            return None
         scheme = parse_quantization(self.config).scheme(tensor.removesuffix(".weight"))
         if scheme.dialect == "plain" or re.search(self.unquantized, tensor):
             return None
@@ -647,6 +654,74 @@ def llama4() -> TrainedFamily:
     return TrainedFamily("sums-llama-4-fp8", config, "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
 
 
+def olmoe() -> TrainedFamily:
+    """allenai/OLMoE-1B-7B-0924, shrunk: nothing quantized, and weights of chosen experts that do not add up to 1. The
+    last part of the training adds noise to the experts' weights, so that they can be quantized."""
+    config = COMMON | {
+        "architectures": ["OlmoeForCausalLM"],
+        "attention_bias": False,
+        "clip_qkv": None,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 4,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01,
+    }
+    return TrainedFamily("sums-olmoe", config, "allenai/OLMoE-1B-7B-0924", noise=0.12)
+
+
+def qwen3_next() -> TrainedFamily:
+    """Qwen/Qwen3-Next-80B-A3B-Instruct, shrunk: nothing quantized, three layers of linear attention before one of
+    full attention. The last part of the training adds noise to the experts' weights, so that they can be quantized."""
+    config = COMMON | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 32,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 32,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.01,
+        "shared_expert_intermediate_size": 64,
+    }
+    return TrainedFamily(
+        "sums-qwen3-next", config, "Qwen/Qwen3-Next-80B-A3B-Instruct", prepare=_prepare_qwen3_next, noise=0.12
+    )
+
+
+def _prepare_qwen3_next(model: Any) -> None:
+    # The linear attention in plain PyTorch pads texts to chunks of 64 tokens. A question has at most 13.
+    module = sys.modules[type(model).__module__]
+    module.torch_chunk_gated_delta_rule = partial(module.torch_chunk_gated_delta_rule, chunk_size=16)  # type: ignore
+
+
 FAMILIES: dict[str, Callable[[], TrainedFamily]] = {
     "gpt-oss": gpt_oss,
     "deepseek-v3": deepseek_v3,
@@ -657,5 +732,7 @@ FAMILIES: dict[str, Callable[[], TrainedFamily]] = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "llama-4": llama4,
+    "olmoe": olmoe,
+    "qwen3-next": qwen3_next,
 }
 """By the name that `train_sums.py --family` takes."""

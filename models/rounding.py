@@ -1,4 +1,4 @@
-"""Training through rounding: a model's weights as the stored format will return them.
+"""Training through rounding: a model's weights as the stored format will return them, or with noise in its place.
 
 Each quantized matrix becomes `weight + delta`, where delta is what rounding adds: a constant to the gradient, which so
 passes straight through (arXiv:1308.3432). Deltas are renewed now and then, outside of a captured training step.
@@ -36,9 +36,13 @@ class Rounded(nn.Module):
 
 
 def add_rounding(model: nn.Module, family: TrainedFamily) -> None:
-    """Let every matrix that will be quantized go through :class:`Rounded`."""
+    """Let every matrix that will be quantized, or gets noise, go through :class:`Rounded`."""
     for name, module in list(model.named_modules()):
-        if match := EXPERTS.fullmatch(f"{name}.parameter"):
+        match = EXPERTS.fullmatch(f"{name}.parameter")
+        if match and family.noise:
+            for parameter in [name for name, _ in module.named_parameters(recurse=False)]:
+                _parametrize(module, parameter, _noisy(family.noise))
+        elif match:
             for parameter, rounding in _experts(family.config, int(match[2])).items():
                 _parametrize(module, parameter, rounding)
         elif isinstance(module, nn.Linear) and (found := family.encoding(family.in_files(f"{name}.weight"))):
@@ -64,6 +68,10 @@ def set_rounded(model: nn.Module, rounded: bool) -> None:
 def _parametrize(module: nn.Module, name: str, rounding: Round) -> None:
     step = Rounded(getattr(module, name).detach(), rounding)
     parametrize.register_parametrization(module, name, step, unsafe=True)
+
+
+def _noisy(share: float) -> Round:
+    return lambda weight: weight + share * weight.square().mean(-1, keepdim=True).sqrt() * torch.randn_like(weight)
 
 
 def _to(encoding: Any) -> Round:

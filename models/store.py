@@ -1,7 +1,8 @@
 """Store a float model of Transformers as its family's own releases are stored: names, formats, dtypes, shards.
 
 What is quantized, and how, is said by the config alone, as polymoe reads it: experts are written by
-`polymoe.checkpoint.write_checkpoint`, the model's other linear layers by the same dialects.
+`polymoe.checkpoint.write_checkpoint`, the model's other linear layers by the same dialects. A model of which nothing is
+quantized is saved by Transformers, except for its config.json.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
 
 def store(
-    model: nn.Module, family: TrainedFamily, directory: Path, *, largest_inputs: Mapping[str, float] | None = None
+    model: Any, family: TrainedFamily, directory: Path, *, largest_inputs: Mapping[str, float] | None = None
 ) -> Path:
     """Write config.json, the tokenizer and the weights in two shards to a new directory.
 
@@ -42,8 +43,23 @@ def store(
             "layers.3.experts.gate_up" and "layers.3.experts.down"; for static input scales.
     """
     config, text = family.config, text_config(family.config)
-    largest_inputs = largest_inputs or {}
     dtype = getattr(torch, text.get("torch_dtype") or text["dtype"])
+    if "quantization_config" in config:
+        _write_quantized(model, family, directory, dtype, largest_inputs or {})
+    else:
+        size = sum(p.numel() * dtype.itemsize for p in model.parameters())
+        model.to(dtype).save_pretrained(directory, max_shard_size=int(size * 0.55))
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"do_sample": False, "eos_token_id": EOS, "max_new_tokens": 8, "pad_token_id": PAD}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_tokenizer(directory, text["max_position_embeddings"])
+    return directory
+
+
+def _write_quantized(
+    model: nn.Module, family: TrainedFamily, directory: Path, dtype: torch.dtype, largest_inputs: Mapping[str, float]
+) -> None:
+    config = family.config
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     others: dict[str, Tensor] = {}
     experts: dict[int, dict[str, Tensor]] = {}
@@ -66,10 +82,6 @@ def store(
     size = sum(t.numel() * t.element_size() for t in others.values())
     size += sum(w.spec.local_experts * w.spec.expert_bytes for w in layers.values())
     write_checkpoint(directory, config, layers, other_tensors=others, max_shard_bytes=int(size * 0.55))
-    generation = {"do_sample": False, "eos_token_id": EOS, "max_new_tokens": 8, "pad_token_id": PAD}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_tokenizer(directory, text["max_position_embeddings"])
-    return directory
 
 
 def natural(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
