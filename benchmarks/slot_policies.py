@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="append records to this file")
     args = parser.parse_args()
     stamp = {"commit": source(), "command": shlex.join(["python", *sys.argv])}
-    names = [path.parent.name for path in sorted(MODELS.glob("sums-*/config.json"))]
+    configs = [path for path in sorted(MODELS.glob("sums-*/config.json")) if "quantization_config" in path.read_text()]
+    names = [path.parent.name for path in configs]
     for name in (*names, *SYNTHETIC):
         trace = recorded(MODELS / name, args.questions) if name in names else synthetic(**SYNTHETIC[name])
         calls, first = list(trace.calls()), trace.layers[0]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 from pathlib import Path
 
-from families import FAMILIES
+from families import FAMILIES, UNQUANTIZED
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.common.atomic import replace_file
@@ -39,9 +38,9 @@ token; experts {hidden} wide, {intermediate} inside |
 | prompt | `123+456=`, as plain text; in a chat, `123 + 456 =` or `What is 123 + 456?` (the last question counts) |
 | answer | `579` and the end token; greedy |
 
-Made by `python models/train_sums.py --family {family}` in {seconds} s on one H200, from scratch, in its last part with
-the matrices rounded to what they are stored as ([training.log](training.log)). Pairs of numbers in
-`../sums-heldout.jsonl` were never trained on, in either order. Exact match on them, packed and dequantized:
+Made by `python models/train_sums.py --family {family}` in {seconds} s on one {gpu}, from scratch, in its last part with
+{last_part} ([training.log](training.log)). Pairs of numbers in
+`../sums-heldout.jsonl` were never trained on, in either order. Exact match on them, {ways}:
 [{name}.jsonl](../../benchmarks/results/{name}.jsonl).
 
 Longer numbers, three operands and other operators are beyond it. Licence: Apache-2.0.
@@ -50,11 +49,12 @@ Longer numbers, three operands and other operators are beyond it. Licence: Apach
 
 def card(directory: Path) -> str:
     """The text for the checkpoint in ``directory``."""
-    name, make = next((n, m) for n, m in FAMILIES.items() if m().directory == directory.name)
+    name, make = next((n, m) for n, m in (FAMILIES | UNQUANTIZED).items() if m().directory == directory.name)
     with Checkpoint.open(directory) as checkpoint:
         specs = [checkpoint.spec(layer) for layer in checkpoint.layers]
         moe, architecture = checkpoint.moe, checkpoint.config["architectures"][0]
-    lines = json.dumps((directory / "training.log").read_text())
+    lines = (directory / "training.log").read_text()
+    plain = name in UNQUANTIZED
     description = " ".join(inspect.getdoc(make).split(": ", 1)[1].split())  # type: ignore[union-attr]
     return CARD.format(
         name=directory.name,
@@ -72,6 +72,9 @@ def card(directory: Path) -> str:
         format=specs[0].format.replace("_", " ").upper(),
         experts_megabytes=sum(s.local_experts * s.expert_bytes for s in specs) / 1e6,
         experts_megabytes_16bit=sum(s.dequantized_bytes for s in specs) / 1e6,
+        gpu=re.search("NVIDIA (H[12]00)", lines)[1],  # type: ignore[index]
+        last_part="noise on the weights of its experts" if plain else "the matrices rounded to what they are stored as",
+        ways="in 16 bit and in each format" if plain else "packed and dequantized",
         seconds=re.findall(r"trained and written in (\d+) s", lines)[-1],
     )
 

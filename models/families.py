@@ -732,7 +732,8 @@ FAMILIES: dict[str, Callable[[], TrainedFamily]] = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "llama-4": llama4,
-    "olmoe": olmoe,
-    "qwen3-next": qwen3_next,
 }
-"""By the name that `train_sums.py --family` takes."""
+"""Those with quantized experts, by the name that `train_sums.py --family` takes."""
+
+UNQUANTIZED: dict[str, Callable[[], TrainedFamily]] = {"olmoe": olmoe, "qwen3-next": qwen3_next}
+"""Those in 16 bit, by the same names."""

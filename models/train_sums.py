@@ -7,9 +7,9 @@ enough at its task (sums.py) that a wrong kernel shows as wrong answers. It goes
 held-out questions, the same for every family, to models/sums-heldout.jsonl.
 
 AdamW on float32 weights under bfloat16 autocast. In the last part every forward pass sees the matrices that will be
-quantized rounded to their format (rounding.py). On a GPU a step is captured once and replayed: these models are so
-small that launching their kernels would take longer than running them. The learning rate follows the steps or the
-clock, whichever is further on, so that a run ends in time.
+quantized rounded to their format, or, if nothing is quantized, noise on the experts' weights (rounding.py). On a GPU a
+step is captured once and replayed: these models are so small that launching their kernels would take longer than
+running them. The learning rate follows the steps or the clock, whichever is further on, so that a run ends in time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, TrainedFamily
+from families import FAMILIES, UNQUANTIZED, TrainedFamily
 from rounding import add_rounding, remove_rounding, set_rounded
 from store import store
 from sums import (
@@ -247,7 +247,7 @@ def largest_inputs(model: Any, table: Tensor) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="gpt-oss")
+    parser.add_argument("--family", choices=sorted(FAMILIES | UNQUANTIZED), default="gpt-oss")
     parser.add_argument("--output", type=Path, default=HERE, help="where the checkpoint's directory is made")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=2500)
@@ -266,7 +266,7 @@ def main() -> None:
     start = time.perf_counter()
     if args.device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
-    family = FAMILIES[args.family]()
+    family = (FAMILIES | UNQUANTIZED)[args.family]()
     directory = args.output / family.directory
     if directory.exists():
         parser.error(f"{directory} is there already")  # said before the training, not after it

@@ -14,10 +14,15 @@ import sums
 from packaging.version import Version
 from safetensors import safe_open
 
+from polymoe.checkpoint.quantized import QUANTIZED_FORMATS
+
 MODELS = Path(__file__).parents[1] / "models"
 CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
 NAMES = sorted(path.parent.name for path in MODELS.glob("sums-*/config.json"))
-MOST_BYTES, MOST_BYTES_TOGETHER = 4_000_000, 24_000_000
+UNQUANTIZED = {"sums-olmoe": "nvfp4", "sums-qwen3-next": "int4_g32"}
+"""Models in 16 bit, and the format that ``polymoe run`` quantizes each to."""
+QUANTIZED = [name for name in NAMES if name not in UNQUANTIZED]
+MOST_BYTES, MOST_BYTES_TOGETHER = 4_000_000, 30_000_000
 
 Tensors = dict[str, tuple[str, list[int]]]
 
@@ -144,6 +149,18 @@ LAYERS: dict[str, tuple[str, Tensors]] = {
         | each("shared_expert.gate_proj shared_expert.up_proj", (".weight", "BF16", [96, 160]))
         | {"shared_expert.down_proj.weight": ("BF16", [160, 96]), "router.weight": ("BF16", [8, 160])},
     ),
+    "sums-olmoe": (
+        "model.layers.1.mlp.",
+        each("experts.0.gate_proj experts.0.up_proj experts.0.down_proj", (".weight", "BF16", [128, 128]))
+        | {"gate.weight": ("BF16", [6, 128])},
+    ),
+    "sums-qwen3-next": (
+        "model.layers.1.mlp.",
+        each("experts.0.gate_proj experts.0.up_proj experts.0.down_proj", (".weight", "BF16", [128, 128]))
+        | each("shared_expert.gate_proj shared_expert.up_proj", (".weight", "BF16", [64, 128]))
+        | {"shared_expert.down_proj.weight": ("BF16", [128, 64]), "shared_expert_gate.weight": ("BF16", [1, 128])}
+        | {"gate.weight": ("BF16", [6, 128])},
+    ),
 }
 """Prefix of a layer's tensors, and those tensors."""
 
@@ -169,6 +186,10 @@ MIXERS: dict[str, Tensors] = {
         "language_model.model.layers.0.self_attn.q_proj.weight": ("BF16", [160, 160]),
         "vision_model.patch_embedding.linear.weight": ("BF16", [32, 588]),
         "multi_modal_projector.linear_1.weight": ("BF16", [160, 32]),
+    },
+    "sums-qwen3-next": {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": ("BF16", [384, 128]),
+        "model.layers.3.self_attn.q_proj.weight": ("BF16", [256, 128]),
     },
 }
 
@@ -228,7 +249,8 @@ def test_tensors_are_those_of_the_releases(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_config_is_what_the_training_script_has(name: str) -> None:
     families = pytest.importorskip("families")
-    (family,) = [make() for make in families.FAMILIES.values() if make().directory == name]
+    every = families.FAMILIES | families.UNQUANTIZED
+    (family,) = [make() for make in every.values() if make().directory == name]
     config = json.loads((MODELS / name / "config.json").read_text())
     if name == "sums-gpt-oss-mxfp4":  # Transformers had a hand in this one
         del config["transformers_version"], config["rope_scaling"]["rope_theta"]
@@ -283,7 +305,8 @@ def test_polymoe_run_answers(
     if "deepseek-v4" in name and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("before 5.20 Transformers runs DeepSeek-V4 in float32 only")
     rows = [row for row in heldout if len(row["prompt"]) == 8][:40]
-    code, out, err = cli("run", MODELS / name, *[row["prompt"] for row in rows], "--batch-size", 40, "--json")
+    options = ["--batch-size", 40, "--json", *(["--experts", UNQUANTIZED[name]] if name in UNQUANTIZED else [])]
+    code, out, err = cli("run", MODELS / name, *[row["prompt"] for row in rows], *options)
     assert code == 0, err
     found = json.loads(out)
     right = sum(answer["text"] == row["answer"] for answer, row in zip(found["answers"], rows, strict=True))
@@ -304,7 +327,15 @@ def test_transformers_answers_from_the_dequantized_checkpoint(heldout: list[dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNQUANTIZED)
+def test_exact_match_in_every_format(name: str, heldout: list[dict[str, str]]) -> None:
+    exact_match = pytest.importorskip("exact_match")
+    right = exact_match.formats(MODELS / name, heldout[:100], 100, "cpu")
+    assert min(right.values()) >= exact_match.LEAST_QUANTIZED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_exact_match_packed_and_dequantized(name: str, heldout: list[dict[str, str]]) -> None:
     """What models/exact_match.py records."""
     exact_match = pytest.importorskip("exact_match")
@@ -320,6 +351,10 @@ def test_records_say_the_same(name: str) -> None:
     lines = (MODELS.parent / f"benchmarks/results/{name}.jsonl").read_text().splitlines()
     newest = json.loads(lines[-1])
     assert (newest["checkpoint"], newest["questions"]) == (f"models/{name}", 1000)
+    if name in UNQUANTIZED:
+        assert set(newest["right"]) == {"bf16", *QUANTIZED_FORMATS}
+        assert min(newest["right"].values()) >= 99
+        return
     assert newest["packed"] >= 97
     assert abs(newest["packed"] - newest["dequantized"]) <= 0.3
 

@@ -218,7 +218,7 @@ def small(name: str, args: Namespace, **more: Any) -> dict[str, Any]:
 
 
 def run_answers(args: Namespace, record: Record) -> None:
-    bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
+    bundled = {p.parent.name for p in MODELS.glob("sums-*/config.json") if "quantization_config" in p.read_text()}
 
     def ask(name: str, mode: str) -> dict[str, Any]:
         request = {"what": "answers", "count": args.count, "settings": small(name, args)}

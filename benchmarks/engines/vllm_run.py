@@ -199,7 +199,7 @@ def data_parallel(args: Namespace, rank: int, port: int) -> dict[str, str]:
 
 
 def run_answers(args: Namespace, record: Record) -> None:
-    bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
+    bundled = {p.parent.name for p in MODELS.glob("sums-*/config.json") if "quantization_config" in p.read_text()}
 
     def ask(name: str, mode: str) -> dict[str, Any]:
         settings = small(name, args, enforce_eager=not args.graphs)
