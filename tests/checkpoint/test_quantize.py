@@ -360,6 +360,11 @@ def test_a_link_is_copied_as_the_file_that_it_leads_to(qwen3: Path, tmp_path: Pa
     assert (copied.read_text(), copied.is_symlink()) == ("x", False)
 
 
+def test_a_directory_that_cannot_be_created(qwen3: Path) -> None:
+    with pytest.raises(ArgumentError, match="out: expected a directory that can be created, got /proc/nope/x: No such"):
+        quantize_checkpoint(qwen3, "mxfp4", "/proc/nope/x")
+
+
 def test_a_path_below_a_file(qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArgumentError, match=r"(?s)out: expected a new directory, got a path below .*which is a file"):

@@ -109,7 +109,6 @@ def quantize_checkpoint(
         begin([*job.layers.values()], job.stacked)
         if calibrate is not None:
             job.calibration = calibrate()
-        out.parent.mkdir(parents=True, exist_ok=True)
         with _alone(out):
             work = out.with_name(f".{out.name}.quantizing")
             work.mkdir(exist_ok=True)
@@ -141,7 +140,13 @@ def _dialect(checkpoint: Checkpoint, format: str, asked: str | None) -> str:
 def _alone(out: Path) -> Iterator[None]:
     """Refuse a second run into the same directory. Its lock lies beside it, and goes when ``out`` is there."""
     lock = out.with_name(f".{out.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        hint = "choose a place where you may create directories and files"
+        got = f"{out}: {error.strerror}"
+        raise ArgumentError("out", expected="a directory that can be created", got=got, hint=hint) from error
     try:
         with locked(lock, descriptor, wait=False):
             _require_new(out)  # the run that had the lock may have just ended
