@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from polymoe.errors import FormatError, VerificationError
 from polymoe.layer.experts import FusedExperts
-from polymoe.layouts import LAYOUTS, Packed
+from polymoe.layouts import LAYOUTS, Packed, staging
 from polymoe.layouts import pack_check as module
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.pack_check import difference, pack_checked
@@ -131,7 +131,9 @@ def test_checksums(together: bool) -> None:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts arrive in buffers, and numbers are read at the end of a layer."""
 
-    def staged(weights: ExpertWeights, device: torch.device, arrived: Any, offsets: PartOffsets) -> ExpertWeights:
+    def staged(
+        weights: ExpertWeights, device: torch.device, arrived: Any, offsets: PartOffsets, _: Any
+    ) -> ExpertWeights:
         def read(e: int) -> Expert:
             expert = weights.read(e)
             with _disable_current_modes():  # the host's work
@@ -214,6 +216,37 @@ def test_launches_of_an_expert(name: str, format: str, most: int, monkeypatch: p
     waits = [found["_local_scalar_dense"] for found in counts]
     assert waits[0] == waits[1]
     assert (counts[1].total() - counts[0].total()) / 4 <= most, counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "most"),
+    [
+        ("w4a16_fragments", "mxfp4", 60), ("w4a16_fragments", "int4_g32", 90), ("w8_fragments", "fp8_block128", 45),
+        ("w16_swizzle128", "bf16", 40),
+    ],
+)  # fmt: skip
+def test_launches_of_a_block(name: str, format: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as one expert takes, however many experts there are in one, but for copies of those on a CPU."""
+    monkeypatch.setattr(staging, "_IN_BLOCKS", ("cpu",))
+    monkeypatch.setattr(module, "_measured", torch.Tensor.flatten)
+
+    def quietly(*arguments: Any) -> None:
+        with _disable_current_modes():  # the host's work
+            in_buffer(*arguments)
+
+    monkeypatch.setattr(staging, "in_buffer", quietly)
+    monkeypatch.setattr(module._PackCheck, "require_numbers", lambda *_: None)
+    monkeypatch.setattr(module._PackCheck, "require_in_place", lambda *_: None)
+    counts = []
+    for experts in (4, 12):
+        weights = random_experts(format, experts=experts, hidden=256, intermediate=256)
+        monkeypatch.setattr(staging, "_BLOCK_BYTES", 4 * weights.spec.expert_bytes)
+        stored = list(weights)
+        pack_checked(LAYOUTS[name], ExpertWeights(weights.spec, stored.__getitem__), CPU, "experts")
+        with Launches() as launches:
+            pack_checked(LAYOUTS[name], ExpertWeights(weights.spec, stored.__getitem__), CPU, "experts")
+        counts.append(launches.found)
+    assert (counts[1].total() - counts[0].total()) / 2 <= most, counts[1] - counts[0]
 
 
 @pytest.mark.parametrize(("name", "format"), CELLS)

@@ -33,8 +33,8 @@ class Checksums:
 
     def of_buffer(self, buffer: Tensor) -> Tensor:
         """Return the checksum, int64 [1], of an expert whose parts are at their offsets in ``buffer``, uint8, and zeros
-        between them."""
-        words = buffer.view(1, -1).view(torch.int64)
+        between them; or those of n experts, [n], whose buffers are [n, bytes]."""
+        words = buffer.view(-1, buffer.shape[-1]).view(torch.int64)
         return _sums(words, self._at(0, words.shape[1]))
 
     def of(self, parts: Mapping[str, Tensor]) -> Tensor:

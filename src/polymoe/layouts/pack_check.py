@@ -54,7 +54,7 @@ def pack_checked(
         VerificationError: for an expert that is not in its place, or not as it was read.
     """
     check = _PackCheck(weights, device, where, compare)
-    arriving = staged(replace(weights, read=check.read), device, check.arrived, check.offsets)
+    arriving = staged(replace(weights, read=check.read), device, check.arrived, check.offsets, check.arrived_together)
     packed = layout.pack(arriving, device, out)
     unpacked = layout.unpack(packed)
     check.require_numbers(unpacked)
@@ -89,7 +89,7 @@ class _PackCheck:
         self.read = weights.read_unchecked or weights.read
         self.offsets = PartOffsets()
         self._checksums = Checksums(device, self.offsets)
-        self._measured: list[tuple[int, list[str], torch.dtype]] = []
+        self._measured: list[tuple[list[tuple[int, str]], torch.dtype]] = []
         self._first: list[_Numbers] = []
         self._second: list[_Numbers] = []
         self._sums: dict[int, _Numbers] = {}
@@ -99,15 +99,8 @@ class _PackCheck:
         parts = expert.parts()
         numbers = {n: t for n, t in parts.items() if has_numbers(t) and n not in INPUT_SCALES}
         for names, part in _stacked(numbers):
-            dim = 1 if len(names) > 1 else None
-            if names[0].endswith("codes") and part.dtype.itemsize == 2:
-                # Not finite if a number is not; on a CPU twice as fast as the extremes.
-                first = second = part.sum(dim)
-            else:
-                first, second = extremes(part, dim)
-            self._measured.append((e, names, part.dtype))
-            self._first.append(_measured(first))
-            self._second.append(_measured(second))
+            first, second = _extremes(names[0], part, 1 if len(names) > 1 else None)
+            self._note([(e, name) for name in names], part.dtype, first, second)
         if self._compare:
             self._sums[e] = _measured(
                 self._checksums.of({name: part[None] for name, part in parts.items()})
@@ -115,10 +108,25 @@ class _PackCheck:
                 else self._checksums.of_buffer(buffer)
             )
 
+    @torch.no_grad()
+    def arrived_together(self, first: int, parts: Mapping[str, Tensor], buffers: Tensor) -> None:
+        numbers = {n: t for n, t in parts.items() if has_numbers(t) and n not in INPUT_SCALES}
+        for name, part in numbers.items():
+            low, high = _extremes(name, part.flatten(1) if part.dim() > 1 else part[:, None], 1)
+            self._note([(first + i, name) for i in range(len(part))], part.dtype, low, high)
+        if self._compare:
+            sums = self._checksums.of_buffer(buffers)
+            self._sums |= {first + i: _measured(one) for i, one in enumerate(sums.split(1))}
+
+    def _note(self, of: list[tuple[int, str]], dtype: torch.dtype, first: Tensor, second: Tensor) -> None:
+        self._measured.append((of, dtype))
+        self._first.append(_measured(first))
+        self._second.append(_measured(second))
+
     def require_numbers(self, packed: ExpertWeights) -> None:
         found = zip(self._measured, _read(self._first), _read(self._second), strict=True)
-        for (e, names, dtype), first, second in found:
-            for name, low, high in zip(names, first, second, strict=True):
+        for (of, dtype), first, second in found:
+            for (e, name), low, high in zip(of, first, second, strict=True):
                 self._require_numbers(packed, e, name, (dtype, low, high))
 
     def _require_numbers(
@@ -173,6 +181,14 @@ def difference(expert: Expert, other: Expert) -> str | None:
             if numbers.shape != other_numbers.shape or not torch.equal(numbers, other_numbers):
                 return name
     return None
+
+
+def _extremes(name: str, part: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Return what :func:`is_finite` judges, of all numbers of a part or of each slice."""
+    if name.endswith("codes") and part.dtype.itemsize == 2:
+        total = part.sum(dim)  # not finite if a number is not; on a CPU twice as fast as the extremes
+        return total, total
+    return extremes(part, dim)
 
 
 def _in_blocks(weights: ExpertWeights) -> Iterator[Mapping[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -35,7 +35,14 @@ __all__ = [
 ]
 
 _UNDER_WAY = 2
-"""Most experts whose copies to a GPU are pending at once; limits pinned memory."""
+"""Most experts, or blocks of experts, whose copies to a GPU are pending at once; limits pinned memory."""
+
+_BLOCK_BYTES = 64 << 20
+"""Size of the experts that are packed at once on a GPU, where each launch costs the host as long as a megabyte takes.
+Temporary memory is up to eight times as much."""
+
+_IN_BLOCKS = ("cuda",)
+"""Types of devices on which layouts pack several experts at once."""
 
 INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
 """Experts that received no token in calibration lack these; their entries in a stack are NaN."""
@@ -77,6 +84,7 @@ def staged(
     device: torch.device,
     arrived: Callable[[int, Expert, Tensor | None], None] | None = None,
     offsets: PartOffsets | None = None,
+    arrived_together: Callable[[int, Mapping[str, Tensor], Tensor], None] | None = None,
 ) -> ExpertWeights:
     """Return the same experts on ``device``, each copied there when it is read. On a CPU they are those of ``weights``.
 
@@ -88,6 +96,8 @@ def staged(
         arrived: called with the number of each expert that is read, the expert on ``device``, and the buffer that holds
             its parts, uint8 with zeros between them; None if each part has memory of its own.
         offsets: where the parts are in a buffer; by default those of the first expert, one after the other.
+        arrived_together: the same for experts that are read by ``read_stacked``, which there is on a GPU: called with
+            the number of the first, their parts as ``read_stacked`` returns them, and the buffers, uint8 [n, bytes].
     """
     under_way: deque[torch.Event] = deque()
     places = offsets or PartOffsets()
@@ -103,7 +113,19 @@ def staged(
             arrived(e, expert, buffer)
         return expert
 
-    return replace(weights, read=read, read_stacked=None)
+    def read_stacked(first: int, last: int) -> dict[str, Tensor]:
+        if device.type == "cuda" and len(under_way) == _UNDER_WAY:
+            under_way.popleft().synchronize()
+        experts = [weights.read(e) for e in range(first, last)]
+        buffer = _sent_together(experts, device, places, first)
+        if device.type == "cuda":
+            under_way.append(torch.cuda.current_stream(device).record_event())
+        found = _stacked_in(buffer, experts, places)
+        if arrived_together is not None:
+            arrived_together(first, found, buffer)
+        return _without_missing(found, experts)
+
+    return replace(weights, read=read, read_stacked=read_stacked if device.type in _IN_BLOCKS else None)
 
 
 def kept(weights: ExpertWeights) -> ExpertWeights:
@@ -143,10 +165,69 @@ def _sent(expert: Expert, device: torch.device, offsets: PartOffsets) -> tuple[E
     return of_buffer(buffer, expert, offsets), buffer
 
 
-def in_buffer(expert: Expert, offsets: PartOffsets, *, pin_memory: bool = False) -> Tensor:
-    """Return an expert's parts at their offsets in one buffer on the CPU, uint8 with zeros between them."""
+def _sent_together(experts: Sequence[Expert], device: torch.device, offsets: PartOffsets, first: int) -> Tensor:
+    """Start to copy experts to a device; return uint8 [experts, bytes] with their parts at their offsets.
+
+    Raises:
+        PlanError: if one has other parts than the first; only input scales may be missing.
+    """
+    kinds = [{name: (part.dtype, part.shape) for name, part in expert.parts().items()} for expert in experts]
+    for e, kind in enumerate(kinds):
+        odd = {name for name, _ in kind.items() ^ kinds[0].items()} - (INPUT_SCALES - (kind.keys() & kinds[0].keys()))
+        if odd:
+            got = ", ".join(f"{n} {kind[n][0] if n in kind else 'absent'}" for n in sorted(odd))
+            raise PlanError(f"expert {first + e}", expected=f"the same tensors as expert {first}", got=got)
+        for name, part in experts[e].parts().items():
+            offsets.of(name, part.nbytes)
+    shape = len(experts), offsets.nbytes
+    if all(part.is_cpu for expert in experts for part in expert.parts().values()):
+        on_gpu = device.type == "cuda"
+        buffers = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        for expert, buffer in zip(experts, buffers, strict=True):
+            in_buffer(expert, offsets, buffer)
+        return buffers.to(device, non_blocking=True)
+    buffers = torch.zeros(shape, dtype=torch.uint8, device=device)
+    places: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for expert, buffer in zip(experts, buffers, strict=True):
+        for name, part in expert.parts().items():
+            to, source = places.setdefault(part.dtype, ([], []))
+            to.append(_at(buffer, offsets.of(name, part.nbytes), part))
+            source.append(part)
+    for to, source in places.values():  # one launch for many copies
+        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]
+    return buffers
+
+
+def _stacked_in(buffers: Tensor, experts: Sequence[Expert], offsets: PartOffsets) -> dict[str, Tensor]:
+    """Return views of the parts of all ``experts`` in ``buffers``, each [experts, ...]."""
+    found = {}
+    for name, part in {n: part for expert in experts for n, part in expert.parts().items()}.items():
+        begin = offsets.of(name, part.nbytes)
+        found[name] = buffers[:, begin : begin + part.nbytes].view(part.dtype).view(len(experts), *part.shape)
+    return found
+
+
+def _without_missing(found: dict[str, Tensor], experts: Sequence[Expert]) -> dict[str, Tensor]:
+    """Return ``found`` with NaN for input scales that an expert lacks."""
+    for name in INPUT_SCALES & found.keys():
+        lacking = [i for i, expert in enumerate(experts) if name not in expert.parts()]
+        if lacking:
+            found[name] = found[name].clone()
+            found[name][lacking] = float("nan")
+    return found
+
+
+def in_buffer(expert: Expert, offsets: PartOffsets, out: Tensor | None = None, *, pin_memory: bool = False) -> Tensor:
+    """Return an expert's parts at their offsets in one buffer on the CPU, uint8 with zeros between them.
+
+    Args:
+        expert: on the CPU.
+        offsets: where its parts are.
+        out: the buffer; None for a new one.
+        pin_memory: of a new one.
+    """
     parts = {offsets.of(name, part.nbytes): part for name, part in expert.parts().items()}
-    buffer = torch.empty(offsets.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    buffer = torch.empty(offsets.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory) if out is None else out
     end = 0
     for first, part in sorted(parts.items()):
         if end < first:
@@ -173,8 +254,10 @@ def pack_stacks(
     device: torch.device,
     out: Packed | None,
     parts: Callable[[int, Expert], Mapping[str, Tensor]],
+    together: Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a packed layer, stacked over its experts: each [E, ...]. Experts are read one at a time.
+    """Return the tensors of a packed layer, stacked over its experts: each [E, ...]. Experts are read one at a time, or
+    on a GPU some at once.
 
     Args:
         weights: the experts.
@@ -182,6 +265,8 @@ def pack_stacks(
         out: a packed layer whose tensors are overwritten in place, but for those that its layout derives from all
             experts; None for new ones.
         parts: gives the tensors of an expert on ``device``, by name; called with its number and the expert.
+        together: gives those of several experts, each [n, ...]; called with the number of the first, and with their
+            parts, each [n, ...]. None where a layout packs one at a time.
 
     Raises:
         PlanError: if ``out`` holds experts of another spec, or an expert has other tensors than those before it.
@@ -189,8 +274,19 @@ def pack_stacks(
     if out is not None and out.spec != weights.spec:
         raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
     stacks = {} if out is None else {n: t for n, t in out.tensors.items() if not n.startswith("kernel.")}
+    count = weights.spec.local_experts
+    arriving = weights if weights.read_stacked is not None else staged(weights, device)
+    if together is not None and device.type in _IN_BLOCKS and arriving.read_stacked is not None:
+        size = max(1, _BLOCK_BYTES // weights.spec.expert_bytes)
+        for first in range(0, count, size):
+            some = {n: p.to(device) for n, p in arriving.read_stacked(first, min(first + size, count)).items()}
+            _store(stacks, together(first, some), first, count, device, fresh=out is None)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return stacks
     for e, expert in enumerate(uploaded(weights, device)):
-        _store(stacks, parts(e, expert), e, weights.spec.local_experts, device, fresh=out is None)
+        made = {name: part[None] for name, part in parts(e, expert).items()}
+        _store(stacks, made, e, count, device, fresh=out is None)
     return stacks
 
 
@@ -208,16 +304,17 @@ def unchanged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _store(
     stacks: dict[str, Tensor], parts: Mapping[str, Tensor], e: int, count: int, device: torch.device, *, fresh: bool
 ) -> None:
-    """Copy the tensors of expert ``e`` into ``stacks``, each [count, ...].
+    """Copy the tensors of some experts, each [n, ...], from expert ``e`` on into ``stacks``, each [count, ...].
 
     With ``fresh``, the stacks are allocated on ``device`` for the first expert that has them.
 
     Raises:
-        PlanError: if the expert's tensors have other names or dtypes than those of the experts before it.
+        PlanError: if the experts' tensors have other names or dtypes than those of the experts before them.
     """
+    last = e + len(next(iter(parts.values())))
     for name, part in parts.items() if fresh else ():
         if name not in stacks and (e == 0 or name in INPUT_SCALES):
-            stacks[name] = torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+            stacks[name] = torch.empty((count, *part.shape[1:]), dtype=part.dtype, device=device)
             if e:  # the experts before this one had none
                 stacks[name][:e].fill_(float("nan"))
     odd = (parts.keys() ^ stacks.keys()) - (INPUT_SCALES - parts.keys())
@@ -233,9 +330,9 @@ def _store(
                     got=str(parts[name].dtype),
                     hint="convert all to one dtype",
                 )
-            stack[e].copy_(parts[name])
+            stack[e:last].copy_(parts[name])
         else:
-            stack[e].fill_(float("nan"))
+            stack[e:last].fill_(float("nan"))
 
 
 def expert_of(spec: ExpertsSpec, parts: Mapping[str, Tensor], e: int) -> Expert:

@@ -81,21 +81,34 @@ def measure_scales(
     if not limited:
         return None
     exponent, spread, negative = _LARGEST_EXPONENT, _LARGEST_SPREAD, False
-    for e in range(weights.spec.local_experts):
-        for projection, q in weights.peek(e).projections.items():
-            if q.encoding not in limited or q.scales is None or q.scales.is_meta or not q.scales.numel():
-                continue
-            low, high = map(int, torch.aminmax(q.scales.view(torch.uint8)))
-            if high > _LAST_E4M3 if q.encoding.scale_dtype == "e4m3" else high == _E8M0_NAN:
-                q.validate(f"{where}, expert {weights.spec.first_expert + e} {projection}")
-            if q.encoding.scale_dtype == "e4m3":
-                negative |= high > _LAST_E4M3
-            else:
-                exponent = max(exponent, high - _E8M0_BIAS)
-                if q.encoding.bits == 4 and high - low > spread:
-                    spread = max(spread, _spread(q, torch.device(device)))
+    for e, projection, low, high in _extremes(weights, limited):
+        encoding = weights.spec.encodings[projection]
+        if high > _LAST_E4M3 if encoding.scale_dtype == "e4m3" else high == _E8M0_NAN:
+            name = f"{where}, expert {weights.spec.first_expert + e} {projection}"
+            weights.peek(e).projections[projection].validate(name)
+        if encoding.scale_dtype == "e4m3":
+            negative |= high > _LAST_E4M3
+        else:
+            exponent = max(exponent, high - _E8M0_BIAS)
+            if encoding.bits == 4 and high - low > spread:
+                spread = max(spread, _spread(weights.peek(e).projections[projection], torch.device(device)))
     found = ScaleRange(largest_exponent=exponent, negative=negative, spread=spread)
     return None if found.ordinary else found
+
+
+def _extremes(weights: ExpertWeights, limited: set[Encoding]) -> list[tuple[int, str, int, int]]:
+    """Return the smallest and largest byte of the scales of each expert's projections; a GPU is waited for once."""
+    found: list[tuple[int, str, int, int]] = []
+    there: list[Tensor] = []
+    for e in range(weights.spec.local_experts):
+        for projection, q in weights.peek(e).projections.items():
+            if q.encoding in limited and q.scales is not None and not q.scales.is_meta and q.scales.numel():
+                pair = torch.stack(torch.aminmax(q.scales.view(torch.uint8)))
+                there += [pair] if pair.is_cuda else []
+                low, high = (0, 0) if pair.is_cuda else pair.tolist()
+                found.append((e, projection, low, high))
+    values = iter(torch.stack(there).tolist() if there else [])
+    return [(*one[:2], *next(values)) for one in found] if there else found
 
 
 def _is_limited(encoding: Encoding) -> bool:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "MatrixLayout", "ScaleLimit", "as_bytes", "deinterleave_gate_up", "exchange_rows", "interleave_gate_up",
+    "MatrixLayout", "ScaleLimit", "as_bytes", "as_taller", "deinterleave_gate_up", "exchange_rows",
+    "interleave_gate_up",
 ]  # fmt: skip
 
 _MATRICES = ("up", "down")
@@ -63,6 +64,8 @@ class MatrixLayout(ABC):
     """H and F must be multiples of this."""
     group_rows: ClassVar[int]
     """Packed matrices whose rows are a multiple of this lie behind each other as one taller matrix does."""
+    stacks: ClassVar[bool] = False
+    """Whether :meth:`pack_matrix` packs several such matrices at once."""
 
     @abstractmethod
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
@@ -80,9 +83,13 @@ class MatrixLayout(ABC):
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Pack gate and up, or one projection.
 
+        Args:
+            halves: of one expert [N, K]; of several [n, N, K] only if the layout :attr:`stacks`, and if the rows of the
+                packed matrix are a multiple of :attr:`group_rows`.
+
         Returns:
-            ``codes`` and, if there are any, ``scales`` and ``rest``, all uint8; and a scalar tensor with the value that
-            :meth:`scale_limit` bounds, or None.
+            ``codes`` and, if there are any, ``scales`` and ``rest``, all uint8, those of an expert behind each other;
+            and a tensor with the value that :meth:`scale_limit` bounds, a scalar or [n], or None.
         """
 
     @abstractmethod
@@ -165,7 +172,25 @@ class MatrixLayout(ABC):
                     found[e, i] = largest
             return made
 
-        tensors = pack_stacks(weights, device, out, parts)
+        def together(first: int, some: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            count = len(next(iter(some.values())))
+            made = dict(unchanged(some))
+            for i, matrix in enumerate(_MATRICES):
+                halves = [
+                    QuantTensor(
+                        encoding=weights.spec.encodings[name],
+                        **{n.partition(".")[2]: part for n, part in some.items() if n.startswith(f"{name}.")},
+                    )
+                    for name in _halves(weights.spec, matrix)
+                ]
+                packed, largest = self.pack_matrix(halves)
+                made |= {f"{matrix}.{name}": part.view(count, -1) for name, part in packed.items()}
+                if largest is not None:
+                    found[first : first + count, i] = largest
+            return made
+
+        stacks = self.stacks and self._lie_behind_each_other(weights.spec)
+        tensors = pack_stacks(weights, device, out, parts, together if stacks else None)
         self._require_scales(weights.spec, found)
         derived = self.derive(weights.spec, tensors)
         if out is None:
@@ -193,7 +218,6 @@ class MatrixLayout(ABC):
     def unpack(self, packed: Packed) -> ExpertWeights:
         """Return the original weights, read lazily from ``packed``, one expert or several at a time."""
         spec = packed.spec
-        together = all(_shape(spec, matrix)[0] % self.group_rows == 0 for matrix in _MATRICES)
 
         def stacked(first: int, last: int) -> dict[str, Tensor]:
             some = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
@@ -208,8 +232,14 @@ class MatrixLayout(ABC):
             return found
 
         return ExpertWeights(
-            spec, lambda e: expert_of(spec, stacked(e, e + 1), 0), read_stacked=stacked if together else None
+            spec,
+            lambda e: expert_of(spec, stacked(e, e + 1), 0),
+            read_stacked=stacked if self._lie_behind_each_other(spec) else None,
         )
+
+    def _lie_behind_each_other(self, spec: ExpertsSpec) -> bool:
+        """Whether the packed matrices of all experts lie as those of one taller expert would."""
+        return all(_shape(spec, matrix)[0] % self.group_rows == 0 for matrix in _MATRICES)
 
 
 def interleave_gate_up(halves: Sequence[Tensor]) -> Tensor:
@@ -232,6 +262,20 @@ def exchange_rows(rows: Tensor, inverse: bool = False) -> Tensor:
     """
     split = (-1, 2, 4, 2) if inverse else (-1, 4, 2, 2)
     return rows.unflatten(0, split).transpose(1, 2).flatten(0, 3)
+
+
+def as_taller(halves: Sequence[QuantTensor]) -> list[QuantTensor]:
+    """Return the matrices [N, K], or for those of n experts [n, N, K] one of [n * N, K], whose scales are of rows.
+
+    There is no global scale of a taller one; that of the first expert stands for all.
+    """
+
+    def taller(q: QuantTensor) -> QuantTensor:
+        parts = {name: part.flatten(0, 1) for name, part in q.parts().items() if name != "global_scale"}
+        first = None if q.global_scale is None else q.global_scale[0]
+        return QuantTensor(encoding=q.encoding, global_scale=first, **parts)
+
+    return [q if q.codes.dim() == 2 else taller(q) for q in halves]
 
 
 def as_bytes(scales: Tensor | None) -> Tensor:

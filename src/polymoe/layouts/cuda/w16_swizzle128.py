@@ -43,6 +43,7 @@ class W16Swizzle128(MatrixLayout):
     name: str = "w16_swizzle128"
     multiple: ClassVar[int] = 16
     group_rows: ClassVar[int] = _ROWS
+    stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason unless elements are bfloat16."""
@@ -54,7 +55,7 @@ class W16Swizzle128(MatrixLayout):
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the packed weights as ``codes``; nothing is bounded."""
-        rows = [q.codes.view(torch.uint8) for q in halves]
+        rows = [q.codes.flatten(0, -2).view(torch.uint8) for q in halves]
         rows_NB = interleave_gate_up(rows) if len(rows) > 1 else exchange_rows(rows[0])
         return {"codes": pack_tiles(rows_NB)}, None
 

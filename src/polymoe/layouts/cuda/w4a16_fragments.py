@@ -49,6 +49,7 @@ from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
     as_bytes,
+    as_taller,
     deinterleave_gate_up,
     interleave_gate_up,
 )
@@ -118,6 +119,7 @@ class W4A16Fragments(MatrixLayout):
     cvt: bool = False
     multiple: ClassVar[int] = TILE
     group_rows: ClassVar[int] = ROWS
+    stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason for other elements or groups."""
@@ -150,7 +152,8 @@ class W4A16Fragments(MatrixLayout):
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes, scales and their rest, and the largest byte of a bounded scale."""
-        encoding = halves[0].encoding
+        encoding, experts = halves[0].encoding, halves[0].codes.shape[:-2]
+        halves = as_taller(halves)
         codes_NB = interleave_gate_up([q.codes for q in halves])
         parts = {"codes": pack_codes(codes_NB, encoding, self.cvt)}
         if _has_rest(encoding):
@@ -159,7 +162,7 @@ class W4A16Fragments(MatrixLayout):
             parts["rest"] = interleave_gate_up([rest for _, rest in stored]).flatten()
         else:
             scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
-        largest = None if self.scale_limit(encoding) is None else scales_NGB.max()
+        largest = None if self.scale_limit(encoding) is None else scales_NGB.reshape(*experts, -1).amax(-1)
         parts["scales"] = pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2, self.cvt)
         return parts, largest
 

@@ -48,6 +48,7 @@ class W8Fragments(MatrixLayout):
     name: str = "w8_fragments"
     multiple: ClassVar[int] = BLOCK
     group_rows: ClassVar[int] = _ROWS
+    stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason for other elements, blocks, dtypes of scales, global scales or zero points."""
@@ -68,14 +69,17 @@ class W8Fragments(MatrixLayout):
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes, and scales as the bytes of float32; nothing is bounded."""
-        codes = [q.codes.view(torch.uint8) for q in halves]
+        codes = [q.codes.flatten(0, -2).view(torch.uint8) for q in halves]
         rows_NK = interleave_gate_up(codes) if len(codes) > 1 else exchange_rows(codes[0])
         each = [q.scales.float() for q in halves if q.scales is not None]
         if _by_row(halves[0].encoding):
-            by_row = [scales.expand(len(half), 1).contiguous() for scales, half in zip(each, codes, strict=True)]
+            by_row = [
+                s.reshape(*q.codes.shape[:-2], -1, 1).expand(*q.codes.shape[:-1], 1).contiguous().flatten(0, -2)
+                for s, q in zip(each, halves, strict=True)
+            ]
             scales = interleave_gate_up(by_row) if len(by_row) > 1 else exchange_rows(by_row[0])
         else:
-            scales = torch.cat([scales.flatten() for scales in each])
+            scales = torch.cat([scales.flatten(-2) for scales in each], -1)
         return {"codes": pack_codes(rows_NK), "scales": scales.flatten().view(torch.uint8)}, None
 
     def unpack_matrix(
