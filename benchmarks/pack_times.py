@@ -31,7 +31,7 @@ from polymoe.problem import Problem
 from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import ExpertWeights
 
-CASES = ("gpt-oss-120b", "kimi-k2-tp8", "deepseek-v3-tp8", "qwen3-235b-nvfp4")
+CASES = ("gpt-oss-120b", "kimi-k2-tp8", "deepseek-v3-tp8")
 DEVICE = torch.device("cuda")
 
 
@@ -122,7 +122,13 @@ def main() -> None:
     for name in given.case or CASES:
         problem = case_named(name).problem()
         tensors = stacked(problem)
-        about = {"label": given.label, "date": utc_now(), "gpu": torch.cuda.get_device_name(), "version": source()}
+        about = {
+            "label": given.label,
+            "rounds": given.rounds,
+            "date": utc_now(),
+            "gpu": torch.cuda.get_device_name(),
+            "version": source(),
+        }
         print(json.dumps(measure(name, problem, tensors, "gpu", given.rounds) | about), flush=True)
         with tempfile.TemporaryDirectory() as directory:
             mapped = in_files(tensors, Path(directory))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from polymoe.errors import FormatError, PlanError, VerificationError
+from polymoe.errors import ArgumentError, FormatError, PlanError, VerificationError
 from polymoe.formats import FORMATS, format_of
 from polymoe.layouts import LAYOUTS, staging
 from polymoe.layouts.cuda.matrices import MatrixLayout
@@ -111,3 +112,31 @@ def test_an_expert_in_a_wrong_place_is_found(together: int, monkeypatch: pytest.
 
     with pytest.raises(VerificationError, match=r"layer 3, expert 0 .*got (the weights of expert|other bytes)"):
         pack_checked(Swapped(), weights, CPU, "layer 3")
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize(("at", "found"), [(0, True), (1, False), (2, True), (5, True)])
+def test_a_sample_is_compared_if_the_user_asks(
+    at: int, found: bool, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts 0, 2, 3 and 5 of six."""
+    monkeypatch.setenv("POLYMOE_CHECK", "sample")
+    monkeypatch.setattr(staging, "_IN_BLOCKS", ("cpu",) if in_blocks else ())
+    weights = random_experts("mxfp4", experts=6, hidden=64, intermediate=128)
+    blocks_of(weights, 2, monkeypatch)
+    layout = LAYOUTS["w4a16_fragments"]
+
+    class Damaged(type(layout)):  # type: ignore[misc]
+        def pack(self, *arguments):  # type: ignore[no-untyped-def]
+            packed = super().pack(*arguments)
+            packed.tensors["down.codes"][at, 5] ^= 1
+            return packed
+
+    with pytest.raises(VerificationError, match=f"expert {at} ") if found else nullcontext():
+        pack_checked(Damaged(), weights, CPU, "layer 3")
+
+
+def test_another_word_for_the_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYMOE_CHECK", "some")
+    with pytest.raises(ArgumentError, match="POLYMOE_CHECK: expected every or sample"):
+        pack_checked(LAYOUTS["natural"], random_experts(), CPU, "layer 3")

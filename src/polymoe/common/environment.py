@@ -21,6 +21,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "POLYMOE_BACKEND": "the backend in a serving engine (default: auto)",
         "POLYMOE_CACHE": "directory of polymoe's cache, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
+        "POLYMOE_CHECK": "packed experts that are compared with what was read, byte for byte, when a layer is loaded: "
+        "every (the default), or sample for four of them",
         "POLYMOE_DOWNLOAD_KERNELS": "1 lets other libraries download compiled kernels that are not installed (default: "
         "backends that would are refused)",
         "POLYMOE_EXPERT_MEMORY": "GPU memory for experts in vLLM, such as 16GiB or 32slots; all experts lie in host "

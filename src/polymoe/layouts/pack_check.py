@@ -6,21 +6,22 @@ for the device before the end. What looks wrong is then read again and compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from polymoe.errors import CheckpointError, VerificationError
+from polymoe.errors import ArgumentError, CheckpointError, VerificationError, quoted
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, ordinary_tensors, staged
 from polymoe.problem.tensors import Expert, ExpertWeights
 
-__all__ = ["difference", "pack_checked", "require_input_scales"]
+__all__ = ["compared_experts", "difference", "pack_checked", "require_input_scales"]
 
 _Numbers = Tensor | list[int] | list[float]
 
@@ -46,14 +47,16 @@ def pack_checked(
         device: where the packed tensors are.
         where: the layer's name for messages.
         out: a packed layer whose tensors are overwritten in place.
-        compare: whether to compare the packed experts with those that were read.
+        compare: whether to compare the packed experts with those that were read: every one, or four of them if
+            ``POLYMOE_CHECK=sample``.
 
     Raises:
+        ArgumentError: for another value of ``POLYMOE_CHECK`` than every or sample.
         FormatError: for NaN or infinity in codes, scales or biases, and for a matrix whose scales are all zero. The
             message names the expert and the projection.
         VerificationError: for an expert that is not in its place, or not as it was read.
     """
-    check = _PackCheck(weights, device, where, compare)
+    check = _PackCheck(weights, device, where, compared_experts(weights.spec.local_experts) if compare else range(0))
     arriving = staged(replace(weights, read=check.read), device, check.arrived, check.offsets, check.arrived_together)
     packed = layout.pack(arriving, device, out)
     unpacked = layout.unpack(packed)
@@ -61,6 +64,18 @@ def pack_checked(
     if compare:
         check.require_in_place(unpacked, layout.name)
     return packed
+
+
+def compared_experts(count: int) -> Collection[int]:
+    """Return which of ``count`` experts are compared after they were packed, as ``POLYMOE_CHECK`` says.
+
+    Raises:
+        ArgumentError: for another value than every or sample.
+    """
+    chosen = os.environ.get("POLYMOE_CHECK", "every")
+    if chosen not in ("every", "sample"):
+        raise ArgumentError("POLYMOE_CHECK", expected="every or sample", got=quoted(chosen))
+    return range(count) if chosen == "every" else sorted({round(i * (count - 1) / 3) for i in range(4)})
 
 
 def require_input_scales(weights: ExpertWeights, where: str) -> None:
@@ -84,8 +99,8 @@ def require_input_scales(weights: ExpertWeights, where: str) -> None:
 class _PackCheck:
     """What is measured of each expert on its way into a layout, as numbers on the device."""
 
-    def __init__(self, weights: ExpertWeights, device: torch.device, where: str, compare: bool) -> None:
-        self._source, self._device, self._where, self._compare = weights, device, where, compare
+    def __init__(self, weights: ExpertWeights, device: torch.device, where: str, compared: Collection[int]) -> None:
+        self._source, self._device, self._where, self._compared = weights, device, where, compared
         self.read = weights.read_unchecked or weights.read
         self.offsets = PartOffsets()
         self._checksums = Checksums(device, self.offsets)
@@ -101,7 +116,7 @@ class _PackCheck:
         for names, part in _stacked(numbers):
             first, second = _extremes(names[0], part, 1 if len(names) > 1 else None)
             self._note([(e, name) for name in names], part.dtype, first, second)
-        if self._compare:
+        if e in self._compared:
             self._sums[e] = _measured(
                 self._checksums.of({name: part[None] for name, part in parts.items()})
                 if buffer is None
@@ -114,9 +129,10 @@ class _PackCheck:
         for name, part in numbers.items():
             low, high = _extremes(name, part.flatten(1) if part.dim() > 1 else part[:, None], 1)
             self._note([(first + i, name) for i in range(len(part))], part.dtype, low, high)
-        if self._compare:
+        here = [e for e in range(first, first + len(buffers)) if e in self._compared]
+        if here:
             sums = self._checksums.of_buffer(buffers)
-            self._sums |= {first + i: _measured(one) for i, one in enumerate(sums.split(1))}
+            self._sums |= {e: _measured(sums[e - first : e - first + 1]) for e in here}
 
     def _note(self, of: list[tuple[int, str]], dtype: torch.dtype, first: Tensor, second: Tensor) -> None:
         self._measured.append((of, dtype))
@@ -144,9 +160,14 @@ class _PackCheck:
 
     @torch.no_grad()
     def require_in_place(self, packed: ExpertWeights, layout: str) -> None:
-        local = range(self._source.spec.local_experts)
-        before = _read([self._sums.get(e, []) for e in local])
-        after = [x for some in _read([_measured(self._checksums.of(p)) for p in _in_blocks(packed)]) for x in some]
+        local = self._compared
+        before = dict(zip(local, _read([self._sums.get(e, []) for e in local]), strict=True))
+        whole = len(local) == self._source.spec.local_experts
+        some = (
+            _in_blocks(packed) if whole else ({n: p[None] for n, p in packed.expert(e).parts().items()} for e in local)
+        )
+        sums = [x for block in _read([_measured(self._checksums.of(parts)) for parts in some]) for x in block]
+        after = dict(zip(local, sums, strict=True))
         for e in local:
             if before[e] == [after[e]]:
                 continue

@@ -190,9 +190,10 @@ def _sent_together(experts: Sequence[Expert], device: torch.device, offsets: Par
     places: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for expert, buffer in zip(experts, buffers, strict=True):
         for name, part in expert.parts().items():
-            to, source = places.setdefault(part.dtype, ([], []))
-            to.append(_at(buffer, offsets.of(name, part.nbytes), part))
-            source.append(part)
+            plain = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # not of 8-bit floats
+            to, source = places.setdefault(plain.dtype, ([], []))
+            to.append(_at(buffer, offsets.of(name, part.nbytes), plain))
+            source.append(plain)
     for to, source in places.values():  # one launch for many copies
         torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]
     return buffers

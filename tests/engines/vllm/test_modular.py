@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # pyr
 from vllm.model_executor.layers.fused_moe.config import (  # pyright: ignore
     FusedMoEConfig,
     FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat  # pyright: ignore
@@ -158,6 +160,70 @@ def test_ranks_of_data_parallelism_gather_tokens_and_add_up(monkeypatch: pytest.
     whole = expected(MODEL, *group.dispatch(*calls[0])).float()
     assert torch.allclose(total, whole, rtol=0.02, atol=0.02 * whole.abs().max().item())
     assert not torch.equal(*group.partial)
+
+
+class DeepEPBuffer:
+    """DeepEP's high-throughput buffer of one of two ranks that have the same tokens: it checks every tensor that it
+    gets, dispatches rows in another order, and keeps what is to be combined."""
+
+    capture = staticmethod(lambda: None)
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self.combined: list[tuple[Tensor, Tensor]] = []
+
+    def get_dispatch_layout(self, *, topk_idx: Tensor, num_experts: int, **_: Any) -> tuple[Any, ...]:
+        assert (topk_idx.dtype, topk_idx.dim(), num_experts) == (torch.int64, 2, BUNDLED[MODEL].experts)
+        return (None,) * 4 + (SimpleNamespace(event=None),)
+
+    def dispatch(self, *, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, **_: Any) -> tuple[Any, ...]:
+        assert isinstance(x, Tensor), "16 bits come without scales"
+        assert (x.dtype, x.shape[1], x.is_contiguous()) == (torch.bfloat16, BUNDLED[MODEL].hidden, True)
+        assert (topk_weights.dtype, topk_weights.shape) == (torch.float32, topk_idx.shape)
+        local = topk_idx - self.first
+        local = torch.where((local >= 0) & (local < self.count), local, -1)
+        rows = (local >= 0).any(1).nonzero().flatten().flip(0)
+        counts = [int((local == e).sum()) for e in range(self.count)]
+        return x[rows], local[rows], topk_weights[rows], counts, rows, SimpleNamespace(event=None)
+
+    def combine(self, *, x: Tensor, handle: Tensor, topk_weights: None, **_: Any) -> tuple[Any, ...]:
+        assert (x.dtype, x.shape) == (torch.bfloat16, (len(handle), BUNDLED[MODEL].hidden))
+        assert x.is_contiguous()
+        self.combined.append((handle, x.clone()))
+        return torch.zeros(TOKENS, x.shape[1], dtype=x.dtype), None, SimpleNamespace(event=None)
+
+
+TOKENS = 7
+
+
+@pytest.mark.parametrize("form", ["16 bits", "blocks of FP8"])
+def test_vllms_deepep_steps_get_and_give_what_deepep_takes(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Its own code, around a stand-in for DeepEP: also where vLLM would dispatch FP8, x is sent in 16 bits."""
+    buffer = SimpleNamespace(get_dispatch_config=lambda _: None, get_combine_config=lambda _: None)
+    stand_in = {"Buffer": buffer, "Config": object, "EventOverlap": object, "__name__": "deep_ep"}
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(**stand_in))
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import (  # pyright: ignore
+        DeepEPHTPrepareAndFinalize,
+    )
+
+    x, weights, ids = call(MODEL, TOKENS)
+    total = torch.zeros(x.shape)
+    for rank, (first, count) in enumerate(((0, 3), (3, 2))):
+        method, layer = packed(MODEL, rank, 2)
+        buffers = DeepEPBuffer(first, count)
+        steps = DeepEPHTPrepareAndFinalize(buffers, num_dispatchers=2, dp_size=2, rank_expert_offset=first)
+        quantization = method.get_fused_moe_quant_config(layer)
+        if form != "16 bits":
+            quantization = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128])
+        experts = modular.ModularExperts(method, layer, layer.moe_config, quantization)
+        method.moe_kernel = modular.FusedMoEKernel(steps, experts)
+        assert method.topk_indices_dtype == torch.int64
+        output = method.apply(layer, x, weights, ids.to(method.topk_indices_dtype))
+        assert (output.shape, output.dtype) == (x.shape, x.dtype)
+        ((rows, partial),) = buffers.combined
+        total[rows] += partial.float()
+    whole = expected(MODEL, x, weights, ids).float()
+    assert torch.allclose(total, whole, rtol=0.02, atol=0.02 * whole.abs().max().item())
 
 
 def test_a_rank_that_no_token_reaches() -> None:
