@@ -406,6 +406,39 @@ def test_auto_round_that_is_refused(changed: dict[str, Any], message: str) -> No
         qwen_scheme(AUTO_ROUND | changed)
 
 
+def quark(**weight: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head", "*.mlp.gate"]}
+
+
+def test_quark() -> None:
+    section = quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0", is_dynamic=False)
+    dynamic = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}, "input_tensors": {"is_dynamic": True}}
+    static = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": {"is_dynamic": False}}
+    section |= {"layer_quant_config": {"*layers.4.mlp.experts": dynamic, "*.q_proj": static}}
+    assert qwen_scheme(section) == Scheme("quark_mxfp4", encoding("mxfp4"))
+    assert qwen_scheme(section, "model.layers.3.mlp.gate").dialect == "plain"
+    assert qwen_scheme(section, "lm_head").dialect == "plain"
+    experts = qwen_scheme(section, "model.layers.4.mlp.experts.0.up_proj")
+    assert (experts.dialect, experts.encoding.name, experts.activations.name) == (
+        "quark_fp8", "fp8_channel", "fp8_token",
+    )  # fmt: skip
+    query = qwen_scheme(section, "model.layers.3.self_attn.q_proj")
+    assert (query.encoding.name, query.activations.name) == ("fp8_tensor", "fp8_static")
+
+
+@pytest.mark.parametrize(
+    ("weight", "got"),
+    [
+        ({"dtype": "int4", "qscheme": "per_group", "group_size": 128}, "got 'int4' 'per_group' 128"),
+        ({"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, "got 'fp4' 'per_group' 16"),
+        ({"dtype": "int8", "qscheme": "per_channel"}, "got 'int8' 'per_channel'"),
+    ],
+)
+def test_quark_that_is_refused(weight: dict[str, Any], got: str) -> None:
+    with pytest.raises(CheckpointError, match=f"weight: expected fp4 by groups of 32 .* {got}"):
+        qwen_scheme(quark(**weight))
+
+
 def test_awq_keys_under_their_other_names() -> None:
     section = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False, "version": "GEMM"}
     assert qwen_scheme(section).encoding.name == "int4_g64"

@@ -82,6 +82,7 @@ STORED = {
         )
     },
     "ct_mxfp4": lambda: {"weight_packed": random_bytes(N, K // 2), "weight_scale": exponents(N, K // 32)},
+    "quark_mxfp4": lambda: {"weight": random_bytes(N, K // 2), "weight_scale": exponents(N, K // 32)},
     "ct_nvfp4": lambda: {
         "weight_packed": random_bytes(N, K // 2),
         "weight_scale": (torch.rand(N, K // 16) + 0.1).to(torch.float8_e4m3fn),
@@ -89,6 +90,7 @@ STORED = {
         "input_global_scale": power(5).reshape(1),
     },
     "modelopt_fp8": lambda: {"weight": fp8(N, K), "weight_scale": torch.rand(()) + 0.1, "input_scale": power(-3)},
+    "quark_fp8": lambda: {"weight": fp8(N, K), "weight_scale": torch.rand(()) + 0.1, "input_scale": power(-3)},
     "modelopt_nvfp4": lambda: {
         "weight": random_bytes(N, K // 2),
         "weight_scale": (torch.rand(N, K // 16) + 0.1).to(torch.float8_e4m3fn),
@@ -128,8 +130,10 @@ ENCODINGS = {
     "modelopt_mxfp8": "mxfp8",
     "minimax_mxfp8": "mxfp8",
     "ct_mxfp4": "mxfp4",
+    "quark_mxfp4": "mxfp4",
     "ct_nvfp4": "nvfp4",
     "modelopt_fp8": "fp8_tensor",
+    "quark_fp8": "fp8_tensor",
     "modelopt_nvfp4": "nvfp4",
     "gptq": "int4_g128_zp",
     "gptq_v2": "int4_g128_zp",
@@ -244,6 +248,7 @@ VIEWS = [
     "gpt_oss",
     "ct_int4",
     "ct_mxfp4",
+    "quark_mxfp4",
     "ct_nvfp4",
     "modelopt_nvfp4",
 ]
@@ -454,7 +459,13 @@ def test_choose_finds_the_dialect_whatever_the_config_says(case: str):
     named = "gpt_oss" if case != "gpt_oss" else "plain"
     found, encoding = choose(headers, (N, K), named)
     assert encoding.name == ENCODINGS[case]
-    alike = {"modelopt_fp8": "ct_float", "modelopt_mxfp8": "ct_mxfp8", "gptq_v2": "gptq", "ct_mxfp4": "ct_mxfp4"}
+    alike = {
+        "modelopt_fp8": "ct_float",
+        "quark_fp8": "ct_float",
+        "modelopt_mxfp8": "ct_mxfp8",
+        "gptq_v2": "gptq",
+        "ct_mxfp4": "ct_mxfp4",
+    }
     assert found.name == alike.get(case.split()[0], case.split()[0])
 
 

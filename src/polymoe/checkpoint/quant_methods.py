@@ -288,6 +288,40 @@ def _auto_round(context: Context) -> QuantizationConfig:
     )
 
 
+def _quark(context: Context) -> QuantizationConfig:
+    """AMD Quark: one description for all layers, others by globs in ``layer_quant_config``, and ``exclude``."""
+    keys = context.keys
+    layers = keys.part("layer_quant_config")
+    others = [
+        (matcher([name], layers.where), partial(_quark_scheme, layers.part(name), context.scale_dtype))
+        for name in keys.mapping("layer_quant_config")
+    ]
+    return replace(
+        context.nothing,
+        ignored=matcher(keys.items("exclude", str) or (), keys.place("exclude")),
+        targets=tuple(others),
+        default=partial(_quark_scheme, keys.part("global_quant_config"), context.scale_dtype),
+    )
+
+
+def _quark_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
+    weights, inputs = keys.part("weight"), keys.part("input_tensors")
+    found = (weights.text("dtype"), weights.text("qscheme"), weights.config.get("group_size"))
+    if found == ("fp4", "per_group", 32) and weights.text("scale_format") in ("", "e8m0"):
+        return Scheme("quark_mxfp4", MXFP4)
+    if found[:2] in (("fp8_e4m3", "per_tensor"), ("fp8_e4m3", "per_channel")):
+        granularity = PerTensor() if found[1] == "per_tensor" else PerChannel()
+        encoding = Encoding(element="e4m3", granularity=granularity, scale_dtype=scale_dtype)
+        static = bool(inputs.config) and not inputs.flag("is_dynamic", False)
+        activations = (FP8_STATIC if static else FP8_TOKEN) if inputs.config else UNQUANTIZED
+        return Scheme("quark_fp8", encoding, activations)
+    raise CheckpointError(
+        weights.where,
+        expected="fp4 by groups of 32 with e8m0 scales, or fp8_e4m3 per_tensor or per_channel",
+        got=" ".join(quoted(part) for part in found if part is not None),
+    )
+
+
 def _int4_encoding(
     keys: ConfigReader,
     bits: tuple[str, ...],
@@ -312,5 +346,6 @@ QUANT_METHODS: Mapping[str, Callable[[Context], QuantizationConfig]] = {
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "mxfp8": _mxfp8,
+    "quark": _quark,
 }
 """Parsers by ``quant_method``."""

@@ -87,7 +87,8 @@ def test_a_config_is_enough(engine: str) -> None:
 
 def test_every_dialect_has_a_method_that_the_plug_in_knows() -> None:
     for engine in ENGINES.values():
-        lacks = {name for name in DIALECTS if engine.name == "SGLang" and name.endswith("mxfp8")} | {"gptq_v2"}
+        lacks = {name for name in DIALECTS if engine.name == "SGLang" and name.endswith("mxfp8")}
+        lacks |= {"gptq_v2", "quark_fp8", "quark_mxfp4"}
         assert {name.split(" ")[0] for name in engine.methods} == set(DIALECTS) - lacks
         assert set(engine.methods.values()) <= set(engine.sources)
 

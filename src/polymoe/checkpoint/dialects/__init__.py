@@ -39,6 +39,8 @@ DIALECTS: dict[str, Dialect] = {
             divides=True,
         ),
         Mxfp8Dialect("ct_mxfp8", "weight_scale"),
+        Fp8Dialect("quark_fp8", "weight_scale", calibrated=True),
+        Fp4("quark_mxfp4", scale_dtype="U8"),
         Fp8Dialect("modelopt_fp8", "weight_scale", calibrated=True),
         Mxfp8Dialect("modelopt_mxfp8", "weight_scale"),
         Mxfp8Dialect("minimax_mxfp8", "weight_scale_inv"),
