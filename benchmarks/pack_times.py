@@ -116,7 +116,7 @@ def main() -> None:
     """Print the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--label", default="", help="what was measured, for the record")
-    parser.add_argument("--case", action="append", help="a case (default: four)")
+    parser.add_argument("--case", action="append", help="a case (default: three)")
     parser.add_argument("--rounds", type=int, default=3, help="times of which the median is printed (default: 3)")
     given = parser.parse_args()
     for name in given.case or CASES:
