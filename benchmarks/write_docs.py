@@ -391,7 +391,8 @@ def _attacked_server(run: dict[str, Any]) -> str:
         ["end after SIGTERM, s", f"{run['stopped_s'] - run['stop_waited_s']:.1f}"],
     ]  # fmt: skip
     head = [f"{len(run['server'])} attacks, {run['clients']} clients, {run['seconds']:g} s", ""]
-    return f"\n{markdown(head, rows)}\n`{run['command']}`: {_versions(run)}.\n"
+    beside = f", beside {run['beside']}" if "beside" in run else ""
+    return f"\n{markdown(head, rows)}\n`{run['command']}`{beside}: {_versions(run)}.\n"
 
 
 def _versions(run: dict[str, Any]) -> str:
