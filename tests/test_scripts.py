@@ -53,12 +53,15 @@ def test_all_passed(tmp_path: Path) -> None:
         "python -m pytest -q -m slow tests/gpu",
         "python -m pytest -q -m not gpu tests/contract",
     ]
-    for line, which in zip(lines[3:7], ALL, strict=True):
-        tool, file = which.split()
-        assert line.startswith(f"--tool {tool} --error-exitcode 9 ")
-        assert line.endswith(f"tests/support/{file}.py caching={'1' if tool == 'memcheck' else ''}")
+    expected = []
+    for tool in ("memcheck", "racecheck"):
+        for arguments in ("triton.py", *(f"cuda.py --share {share}/8" for share in range(8))):
+            expected.append((f"--tool {tool} --error-exitcode 9", f"tests/support/sanitized_{arguments}", tool))
+    for line, (begin, end, tool) in zip(lines[3:21], expected, strict=True):
+        assert line.startswith(begin)
+        assert line.endswith(f"{end} caching={'1' if tool == 'memcheck' else ''}")
     passed = ", ".join(f"{name} passed" for name in ("tests", "measured", "contract", *ALL))
-    assert lines[7:] == [f"scripts/test-gpu: {passed}"]
+    assert lines[21:] == [f"scripts/test-gpu: {passed}"]
 
 
 def test_arguments_choose_among_the_tests_that_need_a_gpu(tmp_path: Path) -> None:

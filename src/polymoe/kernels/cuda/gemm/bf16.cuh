@@ -19,7 +19,6 @@ namespace polymoe {
 namespace bf16 {
 
 constexpr int kBlockBytes = 8192;  // of 64 rows of 128 bytes
-constexpr int kWidestMma = 256;    // rows of x
 
 // K_BLOCKS times 128 bytes of each row of the N_BLOCKS blocks of 64 rows, then x for them.
 template <int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
@@ -138,15 +137,6 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
     }
 }
 
-// One MMA for up to 256 rows of x, two for more. Rows of x from `x` on are 128 bytes.
-template <int M>
-__device__ __forceinline__ void mma(float* acc, uint64_t weights, uint32_t x) {
-    WgmmaSS<(M < kWidestMma ? M : kWidestMma)>::add_bf16(acc, weights, make_smem_desc(x));
-    if constexpr (M > kWidestMma) {
-        WgmmaSS<M - kWidestMma>::add_bf16(acc + kWidestMma / 2, weights, make_smem_desc(x + kWidestMma * 128));
-    }
-}
-
 // All of K for N_BLOCKS blocks of 64 rows of this warpgroup, and M of the work tile's rows. `width`: tiles of 16 rows
 // in each block.
 template <int PART, int WARPGROUPS, int N_BLOCKS, int M, int BLOCK_M, int K_BLOCKS>
@@ -174,7 +164,7 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
 #pragma unroll
                 for (int m = 0; m < N_BLOCKS; ++m) {
                     const uint32_t block = weights + m * kStageBlock + inner * (width[m] * 2048);
-                    mma<M>(acc[m], make_smem_desc(block + step * 32), x);
+                    WgmmaSS<M>::add_bf16(acc[m], make_smem_desc(block + step * 32), make_smem_desc(x));
                 }
             }
         }
@@ -198,7 +188,7 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
                 const uint32_t block = weights + m * kStageBlock, bytes = width[m] * 512;  // of a step
                 const uint64_t a = step < whole ? make_smem_desc(block + step / 4 * (4 * bytes) + step % 4 * 32)
                                                 : make_smem_desc_no_swizzle(block + step * bytes, bytes / 2, 128);
-                mma<M>(acc[m], a, x);
+                WgmmaSS<M>::add_bf16(acc[m], a, make_smem_desc(x));
             }
         }
         wgmma_commit();
