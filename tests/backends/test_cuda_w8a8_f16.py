@@ -27,7 +27,7 @@ DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 
 class TestCheck:
     def test_takes_it_on_sm90(self) -> None:
-        assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("w8_fragments",))
+        assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("w8_swizzle128",))
         plan = select(DEEPSEEK, H200, backend="cuda", table=Table()).require()
         assert {step.backend for step in plan.steps} == {"cuda"}
 
@@ -62,13 +62,13 @@ class TestCheck:
             spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
             for scales in (None, ScaleRange(largest_exponent=60)):  # as float32, E8M0 scales of any size are
                 problem = replace(DEEPSEEK, spec=spec, scales=scales)
-                assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w8_fragments",))
+                assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w8_swizzle128",))
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
         verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
-        assert [str(r) for r in verdict.reasons] == ["layout w8_fragments, F: expects a multiple of 128, got 192"]
+        assert [str(r) for r in verdict.reasons] == ["layout w8_swizzle128, F: expects a multiple of 128, got 192"]
 
 
 class TestConfigure:

@@ -62,8 +62,7 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
         },
         "finalize": {"finalize_f32", "finalize_bf16", "finalize_many_bf16"},
         "quantize": {
-            "quantize_permuted", "quantize_permuted_paired", "quantize_rows", "quantize_rows_paired",
-            "quantize_whole_rows", "quantize_whole_rows_paired", "quantize_row_tiles",
+            "quantize_permuted", "quantize_rows", "quantize_whole_rows", "quantize_row_tiles",
         },
     }  # fmt: skip
     gemms = {

@@ -96,7 +96,7 @@ def test_launches_have_what_kernels_take(
     tiles = [Tiles(m, narrow_m=n) for m in family.tiles for n in (0, *(b for a, b in family.narrow if a == m))]
     for tile in tiles:
         call = Call(layer(family, static, gated), family, tile)
-        rounded = bool(family.quantized_x) and not static
+        rounded = family.quantized_x and not static
         for tokens, top_k, quantized in ((1, 1, False), (40, 1, rounded), (3000, 1, False), (3000, 2, False)):
             made.clear()
             call.resize(tokens, top_k, quantized=quantized)

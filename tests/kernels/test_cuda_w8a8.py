@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
-from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import modules, spec
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES
 from polymoe.kernels.cuda.targets import SM90
@@ -24,12 +24,13 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
-from support.cuda_calls import gpu, launches, pack, quantized_rows, run_emulated
+from support.cuda_calls import gpu, launches, pack, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
-W8A8 = tuple(spec.W8A8.tiles)
-UNIT = "w8a8_fp8_block128"
+FAMILIES = {rows: family for family in (spec.W8A8, spec.W8A8_SHARED) for rows in family.tiles}
+W8A8 = tuple(FAMILIES)
+UNITS = [family.unit("fp8_block128") for family in FAMILIES.values()]
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 both_sums = pytest.mark.parametrize("coarse", [False, True])
@@ -38,7 +39,7 @@ both_sums = pytest.mark.parametrize("coarse", [False, True])
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    return {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", UNIT)}
+    return {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", *UNITS)}
 
 
 def experts(**kwargs: Any) -> ExpertWeights:
@@ -57,7 +58,7 @@ def run(
     **kwargs: Any,
 ) -> Tensor:
     """The result on a GPU of ``blocks`` SMs."""
-    config = CudaConfig("w8a8", rows)
+    config = CudaConfig(FAMILIES[rows].name, rows)
     return run_emulated(
         monkeypatch, libraries, weights, x, routing, config, blocks, coarse, activations="fp8_group128", **kwargs
     )[0]
@@ -129,13 +130,14 @@ def test_every_width(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
             x, routing = random_call(tokens, 256, 1, 1, torch.bfloat16)
             tiles = run(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
             with monkeypatch.context() as gathers:
-                gathers.setitem(KERNEL_FAMILIES, "w8a8", replace(spec.W8A8, x=spec.W8A8.x[1:]))
+                gathers.setitem(KERNEL_FAMILIES, FAMILIES[rows].name, replace(FAMILIES[rows], x=spec.W8A8.x[1:]))
                 compare(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
                 assert torch.equal(tiles, run(monkeypatch, libraries, weights, x, routing, rows, coarse=False))
 
 
 @emulated
-def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+@pytest.mark.parametrize("rows", W8A8)
+def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int) -> None:
     """x in permuted tiles of several work tiles, whose pipeline wraps; on the same runner x that the caller quantized,
     which is by token."""
     weights = experts(hidden=1024, intermediate=384, experts=3)
@@ -144,7 +146,7 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> 
     packed = pack(problem, weights)
     emulator = Emulator(libraries, list(packed.tensors.values()))
     monkeypatch.setattr(modules, "kernel", emulator)
-    runner, config = CudaRunner(problem, packed, SM90), CudaConfig("w8a8", W8A8[-1])
+    runner, config = CudaRunner(problem, packed, SM90), CudaConfig(FAMILIES[rows].name, rows)
     for dtype in (torch.float32, torch.bfloat16):
         x, routing = random_call(400, 1024, 3, 1, dtype)
         routing.topk_ids_TA[7] = -1
@@ -156,11 +158,12 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> 
         runner.run(CallArguments(codes, *routing, again, x_scales=scales), config)
         assert torch.equal(out, again)
         assert relative_error(out, run_experts(problem, weights, x, routing)) < TOLERANCE
-    tiles = [spec.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up_tiles", "down")]
-    rows = [spec.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up", "down")]
+    tiles, gathers = (
+        [FAMILIES[rows].kernel(part, rows) for part in (first, "down")] for first in ("gate_up_tiles", "gate_up")
+    )
     for made, quantize, gemms in (
-        (emulator.made[:5], ["quantize_permuted_paired"], tiles),
-        (emulator.made[5:9], [], rows),
+        (emulator.made[:5], ["quantize_permuted"], tiles),
+        (emulator.made[5:9], [], gathers),
     ):
         assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_many_bf16"]
 
@@ -192,16 +195,18 @@ def test_experts_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 
 @emulated
 @both_sums
-def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+@pytest.mark.parametrize("rows", W8A8)
+def test_a_token_does_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, coarse: bool
+) -> None:
     """In every width, alone and among others, on any number of SMs: bitwise identical."""
     weights = experts(bias=True, hidden=256, intermediate=128)
     x, routing = random_call(170, 256, 2, 2, torch.bfloat16)
-    whole = run(monkeypatch, libraries, weights, x, routing, coarse=coarse)
-    for rows in W8A8:
-        for some in (slice(0, 1), slice(31, 56), slice(3, 83), slice(20, 160)):
-            part = Routing(*(values[some] for values in routing))
-            out = run(monkeypatch, libraries, weights, x[some], part, rows, 2, coarse)
-            assert torch.equal(out, whole[some])
+    whole = run(monkeypatch, libraries, weights, x, routing, rows, coarse=coarse)
+    for some in (slice(0, 1), slice(31, 56), slice(3, 83), slice(20, 160)):
+        part = Routing(*(values[some] for values in routing))
+        out = run(monkeypatch, libraries, weights, x[some], part, rows, 2, coarse)
+        assert torch.equal(out, whole[some])
 
 
 @emulated
@@ -213,30 +218,13 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, t
     assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA)).any()
 
 
-@emulated
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("columns", [128, 384, 8320])
-def test_rows_are_rounded_as_the_reference_rounds_them(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
-) -> None:
-    """Bitwise, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
-    monkeypatch.setattr(modules, "kernel", Emulator(libraries, []))
-    x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
-    out = quantized_rows("quantize_rows_paired", x)
-    paired = out[:, :columns].contiguous().view(torch.float8_e4m3fn).float()
-    codes = paired.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1).unflatten(1, (-1, 128))
-    scales = out[:, columns : columns + columns // 32].contiguous().view(torch.float32)
-    assert torch.equal((codes * scales[:, :, None]).flatten(1), emulate_activations(x.float(), "fp8_group128"))
-
-
 @pytest.mark.parametrize("rows", W8A8)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    config = CudaConfig("w8a8", rows)
+    config = CudaConfig(FAMILIES[rows].name, rows)
     made, tensors = launches(monkeypatch, "fp8_block128", config, sizes=(384, 256), activations="fp8_group128")
-    gemms = [spec.W8A8.kernel(part, rows) for part in ("gate_up", "down")]
-    assert [name for name, *_ in made] == ["permutation_one_warp", "quantize_rows_paired", *gemms, "finalize_bf16"]
+    gemms = [FAMILIES[rows].kernel(part, rows) for part in ("gate_up", "down")]
+    assert [name for name, *_ in made] == ["permutation_one_warp", "quantize_rows", *gemms, "finalize_bf16"]
     _, quantize, up, down, combine = made
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
     assert (quantize.grid, quantize.threads) == ((10, 1), 32)
@@ -251,10 +239,10 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
         # Of 128 columns 256 rows of weights, and of a row of x the codes and a scale.
         stage = -(-(256 * 128 + rows * 132) // 1024) * 1024
         assert args["stages"] * stage == shared - 1024
-        assert shared + rows * 12 + 272 <= 227 * 1024
+        assert shared + rows * 16 + 272 <= 227 * 1024
 
 
-@pytest.mark.parametrize("rows", W8A8)
+@pytest.mark.parametrize("rows", spec.W8A8.tiles)
 @pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_instructions_of_a_stage(part: str, rows: int) -> None:
     """At 4.3 TB/s an SM gets a stage's weights in 1840 cycles, 7360 issue slots for its eight warps. Two chains of 128
@@ -263,7 +251,7 @@ def test_instructions_of_a_stage(part: str, rows: int) -> None:
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(UNIT, spec.W8A8.kernel(part, rows))
+    found = tools.disassembled(UNITS[0], spec.W8A8.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     widest = 0
     for body in tools.loops(found):
@@ -274,3 +262,25 @@ def test_instructions_of_a_stage(part: str, rows: int) -> None:
             assert len(body) <= 150 + 40 * several + 1.7 * several * widths[0]
             assert len([text for text in body if "QGMMA" in text and "gsb0" in text]) == 2 * several
     assert widest == rows
+
+
+@pytest.mark.parametrize("rows", spec.W8A8_SHARED.tiles)
+@pytest.mark.parametrize("part", ["gate_up", "gate_up_tiles", "down"])
+def test_instructions_of_a_stage_of_w8a8_shared(part: str, rows: int) -> None:
+    """A chain of four wgmma takes the tensor cores 256 cycles, and two warps of a scheduler have chains at a time. Each
+    accumulates 64 sums of a chain; scales, barriers and descriptors take less than that."""
+    pytest.importorskip("triton")
+    tools = importlib.import_module("cuda_instructions")
+    if not tools.TOOL.exists():
+        pytest.skip("this Triton has no disassembler")
+    found = tools.disassembled(UNITS[1], spec.W8A8_SHARED.kernel(part, rows))
+    assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
+    most = 0
+    for body in tools.loops(found):
+        mmas = [text for text in body if "QGMMA.64x128x32" in text]
+        if len(body) < 300 and mmas:
+            chains = len(mmas) // 4
+            most = max(most, chains)
+            assert len([text for text in body if text.startswith("FFMA")]) == 64 * chains
+            assert len(body) <= 64 * chains + 90
+    assert most == rows // 64

@@ -177,6 +177,6 @@ def test_instructions_and_products_under_way(part: str, rows: int) -> None:
             shortest[widths[0]] = body
     assert max(shortest) == rows
     for width, body in shortest.items():
-        assert len(body) <= 16 * (9.0 + width / 10)  # in a stage a warp has 16 times eight weights a lane
+        assert len(body) <= 16 * (9.5 + width / 10)  # in a stage a warp has 16 times eight weights a lane
         assert len([text for text in body if "HGMMA" in text and "gsb0" in text]) == 8
         assert len([text for text in body if re.search(r"DEPBAR.*gsb0, 0x1", text)]) >= 7

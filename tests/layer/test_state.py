@@ -133,7 +133,7 @@ def test_sources_that_require_gradients_are_not_kept(format: str, backend: str, 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_no_layout_makes_tensors_that_gradients_or_inference_mode_hold(name: str) -> None:
-    format = {"flashinfer_trtllm_int4": "int4_g32", "w8_fragments": "fp8_block128", "w8a16_fragments": "mxfp8",
+    format = {"flashinfer_trtllm_int4": "int4_g32", "w8_swizzle128": "fp8_block128", "w8a16_fragments": "mxfp8",
               "w16_swizzle128": "bf16"}.get(name, "nvfp4" if "nvfp4" in name else "mxfp4")  # fmt: skip
     weights = with_parameters(random_experts(format, hidden=256, intermediate=256))
     if LAYOUTS[name].check(weights.spec):

@@ -28,7 +28,7 @@ def layout_of(spec: ExpertsSpec) -> Layout:
     """The layout for 16-bit activations, or for FP8 weights."""
     if spec.up.name == "mxfp8":
         return LAYOUTS["w8a16_fragments"]
-    return LAYOUTS[{4: "w4a16_fragments", 8: "w8_fragments", 16: "w16_swizzle128"}[spec.up.bits]]
+    return LAYOUTS[{4: "w4a16_fragments", 8: "w8_swizzle128", 16: "w16_swizzle128"}[spec.up.bits]]
 
 
 def pack(weights: ExpertWeights, device: torch.device = CPU, out: Packed | None = None) -> Packed:
@@ -324,21 +324,17 @@ def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
         assert torch.equal(found, torch.stack([expected[row, piece] for row, piece in place_of]))
 
 
-def codes_of_registers(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Row and column of each E4M3 code of a matrix: tiles of 256 rows, in them blocks of 128 columns, in them each 16
-    rows, in them each 32 columns, and in those the registers of each lane by m16n8k16's formula."""
+def codes_as_swizzled(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Row and column of each byte: tiles of 256 rows, of these blocks of 128 columns, of these pieces of 16 bytes."""
     for tile in range(0, rows, 256):
         for block in range(0, columns, 128):
-            for first in range(tile, min(tile + 256, rows), 16):
-                for part in range(block, block + 128, 32):
-                    for lane in range(32):
-                        for step, register, half in ((s, r, h) for s in range(2) for r in range(4) for h in range(2)):
-                            row = first + lane // 4 + 8 * (register % 2)
-                            yield row, part + 16 * step + lane % 4 * 2 + 8 * (register // 2) + half
+            for row in range(tile, min(tile + 256, rows)):
+                for byte in range(128):
+                    yield row, block + (byte // 16 ^ row % 8) * 16 + byte % 16
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_e4m3_codes_are_registers_of_the_a_operand(gated: bool) -> None:
+def test_e4m3_codes_are_swizzled_by_128_bytes(gated: bool) -> None:
     weights = every_byte("fp8_block128", 384, 256, gated=gated)  # `down` ends with half a tile
     expert = weights.expert(1)
     packed = pack(weights)
@@ -347,7 +343,7 @@ def test_e4m3_codes_are_registers_of_the_a_operand(gated: bool) -> None:
         rows = natural_rows(matrix, natural.shape[0], gated)
         if matrix == "up" and expert.gate is not None:
             natural = torch.cat([expert.gate.codes.view(torch.uint8), natural])
-        places = torch.tensor(list(codes_of_registers(*natural.shape)))
+        places = torch.tensor(list(codes_as_swizzled(*natural.shape)))
         expected = natural[torch.tensor(rows)[places[:, 0]], places[:, 1]]
         assert torch.equal(packed.tensors[f"{matrix}.codes"][1], expected)
     scales = [expert.projections[name].scales for name in (("gate", "up") if gated else ("up",))]
@@ -408,7 +404,7 @@ def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
     assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
     found = LAYOUTS["w8a16_fragments"].check(spec_of("fp8_block128", 64, 40))
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "F"]
-    found = LAYOUTS["w8_fragments"].check(spec_of("mxfp8", 64, 128))
+    found = LAYOUTS["w8_swizzle128"].check(spec_of("mxfp8", 64, 128))
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
     mixed = replace(spec_of("mxfp4", 64, 128), down=FORMATS["bf16"].encoding)
     assert [[r.what for r in LAYOUTS[name].check(mixed)] for name in ("w4a16_fragments", "w16_swizzle128")] == [

@@ -130,7 +130,7 @@ class Cuda(BackendBase):
             fills = family.otherwise not in usable or fill >= family.fills
             if c.mean_rows <= most_rows and fills and fill <= family.most_fill:
                 return _shorter(problem, machine, family, config, c.uniform_experts)
-        last = _families(problem, machine)[-1]
+        last = _chosen_families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
 
     def tuning_configs(
@@ -182,6 +182,11 @@ def _families(problem: Problem, machine: Machine) -> list[KernelFamily]:
     return [family for family in families_for(problem, machine.device.capability) if _usable(problem, family)]
 
 
+def _chosen_families(problem: Problem, machine: Machine) -> list[KernelFamily]:
+    """Return those of the families that are chosen without measurements of the user's own."""
+    return [f for f in _families(problem, machine) if not f.devices or machine.device.name in f.devices]
+
+
 def _listed(capabilities: Sequence[tuple[int, int]]) -> str:
     """Return "SM90, SM100 or SM120"."""
     *others, last = (f"SM{major}{minor}" for major, minor in capabilities)
@@ -210,7 +215,7 @@ def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[C
 
 def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
     """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
-    families = _families(problem, machine)
+    families = _chosen_families(problem, machine)
     for family in families:
         for choice in family.choices:
             config = CudaConfig(family.name, choice.block_m, choice.block_n, narrow_m=choice.narrow_m)

@@ -135,7 +135,7 @@ class CudaRunner(RunnerBase):
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
         """Return x as the launches read it, and the number of its dtype."""
         if scales is not None:
-            return e4m3_rows(x_TH, scales, config.kernels.quantized_x), E4M3_ROWS
+            return e4m3_rows(x_TH, scales), E4M3_ROWS
         if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # quantizing kernels read every dtype of x
             x_TH = x_TH.to(torch.bfloat16)
         return aligned(x_TH), dtype_number(x_TH.dtype)
@@ -190,18 +190,15 @@ def _tiles(config: CudaConfig) -> Tiles:
     return Tiles(config.block_m, config.down_block_m, config.narrow_m)
 
 
-def e4m3_rows(codes_TH: Tensor, scales_TG: Tensor, order: str) -> Tensor:
+def e4m3_rows(codes_TH: Tensor, scales_TG: Tensor) -> Tensor:
     """Return quantized x as the first GEMM reads it: uint8 [T, row bytes].
 
     Args:
         codes_TH: float8_e4m3fn.
         scales_TG: float32, one for each 128 columns, or one.
-        order: "natural", or "paired": of each 16 columns, for t from 0 to 3, columns 2t, 2t + 1, 2t + 8 and 2t + 9.
     """
     tokens, columns = codes_TH.shape
     codes, scales = codes_TH.view(torch.uint8), scales_TG.contiguous().view(torch.uint8)
-    if order == "paired":
-        codes = codes.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1)
     rows = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8, device=codes.device)
     rows[:, :columns] = codes
     rows[:, columns : columns + scales.shape[1]] = scales

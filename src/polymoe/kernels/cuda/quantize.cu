@@ -66,15 +66,6 @@ __device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float i
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// PAIRED: in the order that gemm/w8a8.cuh needs, of each 16 columns, for each t those from 2t on and from 8 + 2t on,
-// two each.
-template <bool PAIRED>
-__device__ __forceinline__ uint4 arranged(uint4 codes) {
-    if (!PAIRED) return codes;
-    return make_uint4(prmt(make_uint2(codes.x, codes.z), 0x5410), prmt(make_uint2(codes.x, codes.z), 0x7632),
-                      prmt(make_uint2(codes.y, codes.w), 0x5410), prmt(make_uint2(codes.y, codes.w), 0x7632));
-}
-
 __device__ __forceinline__ float inverse_of(float scale) { return fminf(1.0f / scale, 3.4028235e38f); }
 
 // Where a row's codes and scales go: to a row of its own, or to permuted tiles, as epilogue/e4m3_tiles.cuh describes
@@ -118,14 +109,13 @@ struct QuantizePermutedArgs {
 
 // A scale for each 128 columns, which eight neighbouring lanes have, and permuted tiles; missing columns of the last
 // are zeros. Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
-template <bool PAIRED>
 __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     // x was complete before the kernel ahead of this one let it start.
     float x[16] = {};
     if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
     const float scale = scale_of(max_of_lanes<8>(max_magnitude(x)));
-    const uint4 codes = arranged<PAIRED>(round_e4m3(x, scale, inverse_of(scale)));
+    const uint4 codes = round_e4m3(x, scale, inverse_of(scale));
     grid_dependency_wait();
     launch_dependents();
     const int blocks = (args.columns + 127) / 128;
@@ -156,7 +146,6 @@ struct QuantizeRowsArgs {
 };
 
 // A scale for each 128 columns, row by row. Grid: rows by columns / (16 * threads); a thread has 16 columns.
-template <bool PAIRED>
 __device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
     // x was complete before the kernel ahead of this one let it start, and nothing reads `out` any more.
@@ -168,7 +157,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
     const uint4 codes = round_e4m3(x, scale, inverse_of(scale));
     if (column < args.columns) {
         const Destination to = Destination::of_row(args.out, args.columns, blockIdx.x);
-        to.store(column, arranged<PAIRED>(codes));
+        to.store(column, codes);
         if (column % 128 == 0) to.store_scale(column / 128, scale);
     }
     grid_dependency_wait();  // the next kernel relies on this one having waited for the kernel ahead of it
@@ -204,7 +193,7 @@ __device__ __forceinline__ float max_of_row(float value, float* maxima, int row_
 
 // One scale for a row. EXPERTS: to permuted tiles, with zeros for missing columns of the last, and a token's row once
 // for all its experts unless scales are theirs. Grid: rows, as many at a time as a CTA has threads for.
-template <bool PAIRED, bool EXPERTS>
+template <bool EXPERTS>
 __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs& args) {
     __shared__ float maxima[16];
     const int row_of_cta = threadIdx.x / args.threads, step = args.threads * 16;
@@ -253,7 +242,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
                 load_x(args.x, args.x_dtype, from * args.columns + column, x);
             }
         }
-        const uint4 codes = arranged<PAIRED>(round_e4m3(x, scale, inverse));
+        const uint4 codes = round_e4m3(x, scale, inverse);
         for (int i = 0; i < copies; ++i) {
             if (EXPERTS) {
                 const PermutedRow place = places[i];
@@ -270,10 +259,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
 
 }  // namespace polymoe
 
-POLYMOE_KERNEL(quantize_permuted, QuantizePermutedArgs, (256), quantize_permuted<false>)
-POLYMOE_KERNEL(quantize_permuted_paired, QuantizePermutedArgs, (256), quantize_permuted<true>)
-POLYMOE_KERNEL(quantize_rows, QuantizeRowsArgs, (512), quantize_rows<false>)
-POLYMOE_KERNEL(quantize_rows_paired, QuantizeRowsArgs, (512), quantize_rows<true>)
-POLYMOE_KERNEL(quantize_whole_rows, QuantizeWholeRowsArgs, (512), quantize_whole_rows<false, false>)
-POLYMOE_KERNEL(quantize_whole_rows_paired, QuantizeWholeRowsArgs, (512), quantize_whole_rows<true, false>)
-POLYMOE_KERNEL(quantize_row_tiles, QuantizeWholeRowsArgs, (512), quantize_whole_rows<false, true>)
+POLYMOE_KERNEL(quantize_permuted, QuantizePermutedArgs, (256), polymoe::quantize_permuted)
+POLYMOE_KERNEL(quantize_rows, QuantizeRowsArgs, (512), polymoe::quantize_rows)
+POLYMOE_KERNEL(quantize_whole_rows, QuantizeWholeRowsArgs, (512), quantize_whole_rows<false>)
+POLYMOE_KERNEL(quantize_row_tiles, QuantizeWholeRowsArgs, (512), quantize_whole_rows<true>)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MatrixLayout", "ScaleLimit", "as_bytes", "as_taller", "deinterleave_gate_up", "exchange_rows",
-    "interleave_gate_up",
+    "interleave_gate_up", "swizzled",
 ]  # fmt: skip
 
 _MATRICES = ("up", "down")
@@ -294,3 +295,17 @@ def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
     """Return ``[N, K]`` of a packed matrix. Gate and up are one matrix."""
     rows, columns = spec.matrix_shape(matrix)
     return rows * len(_halves(spec, matrix)), columns
+
+
+def swizzled(blocks: Tensor) -> Tensor:
+    """Return blocks [groups, blocks, rows, 8 pieces, words] with piece p of row r where piece ``p ^ (r % 8)`` was: the
+    PTX ISA's 128-byte swizzle. Rows must be a multiple of 8. The permutation is its own inverse."""
+    row, piece = _swizzle(blocks.device)
+    return blocks.unflatten(2, (-1, 8))[:, :, :, row, piece].flatten(2, 3)
+
+
+@cache
+def _swizzle(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which row and which piece each of 8 rows and 8 pieces has."""
+    row, piece = torch.meshgrid(*(torch.arange(8, device=device),) * 2, indexing="ij")
+    return row, piece ^ row

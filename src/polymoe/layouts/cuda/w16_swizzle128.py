@@ -25,6 +25,7 @@ from polymoe.layouts.cuda.matrices import (
     deinterleave_gate_up,
     exchange_rows,
     interleave_gate_up,
+    swizzled,
 )
 from polymoe.problem.verdict import Reasons
 
@@ -78,7 +79,7 @@ def pack_tiles(rows_NB: Tensor) -> Tensor:
             blocks = words.shape[2] // 8
             inner = words[:, :, : 8 * blocks].unflatten(2, (blocks, 8)).transpose(1, 2)
             tail = words[:, :, 8 * blocks :].transpose(1, 2)
-            parts.append(torch.cat([_swizzled(inner).flatten(1), tail.flatten(1)], 1).flatten())
+            parts.append(torch.cat([swizzled(inner).flatten(1), tail.flatten(1)], 1).flatten())
     return torch.cat(parts).view(torch.uint8)
 
 
@@ -92,14 +93,7 @@ def unpack_tiles(packed: Tensor, rows: int, row_bytes: int) -> Tensor:
         if len(piece):
             groups = piece.view(torch.int64).view(-1, size * row_bytes // 8)
             inner, tail = groups.split([blocks * size * _BLOCK // 8, size * (row_bytes - blocks * _BLOCK) // 8], 1)
-            inner = _swizzled(inner.unflatten(1, (blocks, size, 8, 2))).transpose(1, 2).flatten(2)
+            inner = swizzled(inner.unflatten(1, (blocks, size, 8, 2))).transpose(1, 2).flatten(2)
             tail = tail.unflatten(1, (-1, size, 2)).transpose(1, 2).flatten(2)
             parts.append(torch.cat([inner, tail], 2).flatten(0, 1))
     return torch.cat(parts).view(torch.uint8)
-
-
-def _swizzled(blocks: Tensor) -> Tensor:
-    """Swizzle the pieces of blocks [groups, blocks, rows, 8, words]. The permutation is its own inverse."""
-    row = torch.arange(blocks.shape[2], device=blocks.device)[:, None]
-    piece = torch.arange(8, device=blocks.device)
-    return blocks[:, :, row, piece ^ (row % 8)]

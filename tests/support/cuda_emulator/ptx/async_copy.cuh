@@ -5,8 +5,8 @@
 
 namespace polymoe {
 
-inline void check_copy(const uint8_t* from, uint32_t bytes) {
-    if (bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(from) % 16)
+inline void check_copy(const uint8_t* from, uint32_t bytes, uint32_t multiple = 16) {
+    if (bytes % multiple || bytes == 0 || reinterpret_cast<uintptr_t>(from) % multiple)
         emulator::fail("a copy of %u bytes that is not aligned", bytes);
     for (const auto& [start, size] : here.ranges) {
         if (from >= start && from < start + size && from + bytes > start + size)
@@ -28,12 +28,14 @@ inline void bulk_copy_g2s_evict_first(uint32_t smem, const void* global, uint32_
 }
 
 // They may land as late as the barrier allows, all of a thread together.
-inline void cp_async_16(uint32_t smem, const void* global) {
-    check_copy(static_cast<const uint8_t*>(global), 16);
-    uint8_t* to = smem_pointer(smem, 16);
-    memset(to, 0xFF, 16);
-    here.now->copies.push_back({to, static_cast<const uint8_t*>(global), 16, 0});
+template <uint32_t BYTES>
+inline void cp_async(uint32_t smem, const void* global) {
+    check_copy(static_cast<const uint8_t*>(global), BYTES, BYTES);
+    uint8_t* to = smem_pointer(smem, BYTES);
+    memset(to, 0xFF, BYTES);
+    here.now->copies.push_back({to, static_cast<const uint8_t*>(global), BYTES, 0});
 }
+inline void cp_async_16(uint32_t smem, const void* global) { cp_async<16>(smem, global); }
 inline void cp_async_mbarrier_arrive(uint32_t barrier) {
     auto& copies = here.now->copies;
     if (!copies.empty()) {

@@ -1,10 +1,12 @@
 // E4M3 weights with float32 scales: tiles of 256 rows of weights, 128 columns per stage, for two consumer warpgroups
-// and four producer warps. Where weights lie is described in layouts/cuda/w8_fragments.py.
+// and four producer warps. Where weights lie is described in layouts/cuda/w8_swizzle128.py.
 #pragma once
 #include "../gemm/args.cuh"
 #include "../sizes.cuh"
 
 namespace polymoe {
+
+constexpr int kGateUpTiles = kDown + 1;  // a part: gate, up and the activation, where x is in permuted tiles
 
 // What shares a scale: 128 x 128 weights, and 128 columns of a row of x; or a row of weights, and a row of x.
 enum Scales { kBlock128, kChannel };
@@ -13,6 +15,15 @@ namespace w8 {
 
 constexpr int kWarpgroups = 2, kNBlocks = 2, kWarps = kWarpgroups * 4;  // blocks of 64 rows of weights a warpgroup
 constexpr int kBlockBytes = 64 * kE4m3BlockK, kTileBytes = kWarpgroups * kNBlocks * kBlockBytes;
+constexpr int kTile16Bytes = 16 * kE4m3BlockK, kPartBytes = 32;  // of 16 rows; of 32 columns of a row
+
+// Where a lane's address for ldmatrix_x4 lies, of 16 rows and the first 32 columns of a block. For the next ones, the
+// bits of kPartBytes times their number are flipped. A lane gets columns 4t to 4t + 3 of rows g and g + 8, and the same
+// 16 columns further on.
+__device__ __forceinline__ uint32_t lane_piece() {
+    const uint32_t lane = threadIdx.x % 32, row = lane % 16;
+    return row * kE4m3BlockK + ((lane / 16) ^ (row % 8)) * 16;
+}
 
 // In a stage of w8a8_f16, each two rows of x have four scales: both rows' times the weights' first, then both times
 // their second. With kChannel they have two.

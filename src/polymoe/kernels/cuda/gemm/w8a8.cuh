@@ -6,9 +6,8 @@
 // which shows for single tokens. With few rows, w8a8_f16.cuh is as fast and has exact sums.
 //
 // One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). Four producer warps keep a
-// pipeline of weights, x and scales full; two consumer warpgroups alternate at the tensor cores. The order of weights
-// is that of float16 MMAs, two codes a register (layouts/cuda/w8_fragments.py): two such registers are one of four
-// codes, of other columns than usual. So x and h have their columns in that order, too (pair_columns in quantize.cu).
+// pipeline of weights, x and scales full; two consumer warpgroups alternate at the tensor cores. Weights are the MMA's
+// left operand, in registers. For more rows, w8a8_shared.cuh has both operands in shared memory.
 //
 // Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
 // them. With kChannel, a row's one scale is where that of its first 128 columns is. y is by permuted row.
@@ -18,6 +17,7 @@
 #include "../epilogue/e4m3_tiles.cuh"
 #include "../epilogue/f32_rows.cuh"
 #include "../ptx/compiler.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "schedule.cuh"
@@ -25,15 +25,13 @@
 
 namespace polymoe {
 
-constexpr int kGateUpTiles = kDown + 1;  // a part: gate, up and the activation, where x is in permuted tiles
-
 namespace w8a8 {
 
 using namespace w8;
 
-// For store_h_e4m3: accumulators are complete, and columns of h are paired.
-struct PairedColumns {
-    static constexpr int kSecondHalf = 2, kPair = 4;
+// For store_h_e4m3: accumulators are complete, and columns of h are in their own order.
+struct WholeSums {
+    static constexpr int kSecondHalf = 8, kPair = 2;
     static __device__ __forceinline__ float row_scale(const uint8_t*, const float*, int) { return 1.0f; }
 };
 
@@ -62,20 +60,18 @@ struct Mainloop {
                                         PingPong& ping_pong)
         : args(args), acc(acc), pipeline(pipeline), ping_pong(ping_pong) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
-        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
+        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * kTile16Bytes + lane_piece());
         lane_scales = opaque(S::kScales + lane % 4 * 8);
         weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? warpgroup * 4 : 0));
     }
 
     // The codes of a block: in four parts of 32 columns, rows g and g + 8.
     __device__ __forceinline__ void load(uint32_t stage, int m) {
+        const uint32_t from =
+            opaque(stage + lane_weights + m * kBlockBytes);  // nothing of it is kept for another block
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
-            const uint4 v = ld_shared_v4(stage + lane_weights + m * kBlockBytes + part * 512);
-            a[part][0] = prmt(make_uint2(v.x, v.y), 0x5410), a[part][1] = prmt(make_uint2(v.x, v.y), 0x7632);
-            a[part][2] = prmt(make_uint2(v.z, v.w), 0x5410), a[part][3] = prmt(make_uint2(v.z, v.w), 0x7632);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) materialize(a[part][i]);
+            ldmatrix_x4(a[part], from ^ part * kPartBytes);
         }
     }
 
@@ -393,8 +389,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
         } else if constexpr (SCALES == kChannel) {
             store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_block);
         } else {
-            store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_block, nullptr, amax,
-                                                                        buffer);
+            store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, WholeSums>(args, acc, tile, n_block, nullptr, amax, buffer);
             if (++buffer == 3) buffer = 0;
         }
     });

@@ -10,7 +10,7 @@
 // One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). One producer thread keeps a
 // pipeline of weights full; three producer warps gather rows of x, convert them and store them beside the weights; two
 // consumer warpgroups convert weights in registers and multiply, and accumulate one block's sums while the next one's
-// MMAs run.
+// MMAs run. Of 16 columns, a lane has four neighbours of weights (e4m3.cuh), so x is stored in that order, too.
 //
 // A row of x is its codes and behind them its scales (w8::row_bytes). The epilogue of `gate_up` writes h in the same
 // form: 128 columns of it are 256 rows of weights, gate and up interleaved, which is a CTA's tile; its warps exchange
@@ -21,6 +21,7 @@
 #include "../epilogue/e4m3_rows.cuh"
 #include "../epilogue/f32_rows.cuh"
 #include "../ptx/compiler.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "schedule.cuh"
@@ -55,7 +56,7 @@ struct Mainloop {
     __device__ __forceinline__ Mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline)
         : acc(acc), pipeline(pipeline) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
-        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
+        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * kTile16Bytes + lane_piece());
         lane_scales = opaque(S::kScales + lane % 4 * (SCALES == kChannel ? 8 : 16) +
                              (SCALES == kBlock128 && PART == kDown ? warpgroup * 8 : 0));
     }
@@ -64,8 +65,7 @@ struct Mainloop {
     __device__ __forceinline__ void load(uint32_t stage, int m) {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
-            const uint4 v = ld_shared_v4(stage + lane_weights + m * kBlockBytes + part * 512);
-            words[part][0] = v.x, words[part][1] = v.y, words[part][2] = v.z, words[part][3] = v.w;
+            ldmatrix_x4(words[part], ((stage + lane_weights) ^ part * kPartBytes) + m * kBlockBytes);
         }
     }
 
@@ -73,7 +73,8 @@ struct Mainloop {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             uint32_t& to = a[part % 2][i / 4][i % 4];
-            to = i % 2 ? e4m3x2_to_f16x2_high(words[part][i / 2]) : e4m3x2_to_f16x2_low(words[part][i / 2]);
+            const uint32_t codes = words[part][i / 4 * 2 + i % 2];
+            to = i % 4 < 2 ? e4m3x2_to_f16x2_low(codes) : e4m3x2_to_f16x2_high(codes);
             materialize(to);
         }
     }
@@ -311,10 +312,10 @@ struct XProducer {
             // kAtOnce rows further on, swizzling flips the third bit.
             const uint32_t to = ((stage + place) ^ (i % 2 * 64)) + i * kAtOnce * 128;
             const uint4 v = codes[i];
-            st_shared_v4(to, make_uint4(e4m3x2_to_f16x2_low(v.x), e4m3x2_to_f16x2_high(v.x), e4m3x2_to_f16x2_low(v.y),
-                                        e4m3x2_to_f16x2_high(v.y)));
-            st_shared_v4(to ^ 16, make_uint4(e4m3x2_to_f16x2_low(v.z), e4m3x2_to_f16x2_high(v.z),
-                                             e4m3x2_to_f16x2_low(v.w), e4m3x2_to_f16x2_high(v.w)));
+            st_shared_v4(to, make_uint4(e4m3x2_to_f16x2_low(v.x), e4m3x2_to_f16x2_low(v.y), e4m3x2_to_f16x2_low(v.z),
+                                        e4m3x2_to_f16x2_low(v.w)));
+            st_shared_v4(to ^ 16, make_uint4(e4m3x2_to_f16x2_high(v.x), e4m3x2_to_f16x2_high(v.y),
+                                             e4m3x2_to_f16x2_high(v.z), e4m3x2_to_f16x2_high(v.w)));
             if (next) fetch(next, i);
         }
         fence_proxy_async();

@@ -21,6 +21,7 @@
 #include "../pipeline.cuh"
 #include "../exact_divide.cuh"
 #include "../ptx/compiler.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/memory.cuh"
 #include "few_rows.cuh"
@@ -242,13 +243,13 @@ struct Columns {
     }
 
     // Rounds them as row `g` of the work tile, and stores codes and scales at `to`, where the first block begins. The
-    // lane 4g + t has, for each 16 columns, columns 2t, 2t + 1, 2t + 8 and 2t + 9 in one of eight words. `row_scale` is
-    // the row's scale (kChannel, unless x is E4M3).
+    // lane 4g + t has, for each 16 columns, columns 4t to 4t + 3 in one of eight words. `row_scale` is the row's scale
+    // (kChannel, unless x is E4M3).
     __device__ __forceinline__ void store(const RoundingArgs& args, const Share& share, int g, int k_block, uint32_t to,
                                           float row_scale) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
-        const int step = lane / 4, pair = lane % 4 * 2;  // of 16 columns, and of two of these
-        to += step / 4 * 512 + step % 4 * 4 + g * 64 + pair % 4 * 16 + pair / 4 * 2;
+        const int step = lane / 4;  // of 16 columns
+        to += step / 4 * 512 + step % 4 * 4 + g * 64 + lane % 4 * 16;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             if (k_block + i * share.parts >= share.k_blocks) break;
@@ -269,8 +270,7 @@ struct Columns {
                 codes = pack_e4m3x2(v[0], v[1]) | pack_e4m3x2(v[2], v[3]) << 16;
             }
             const uint32_t block = to + i * share.parts * kXBytes;
-            st_shared_u16(block, static_cast<uint16_t>(codes));
-            st_shared_u16(block + 16, static_cast<uint16_t>(codes >> 16));
+            st_shared(block, codes);
             if (lane == 0) st_shared(block - g * 64 + 1024 + g * 4, __float_as_uint(by));
         }
     }
@@ -278,7 +278,7 @@ struct Columns {
 
 // Sums of a block's 128 columns for two tiles of 16 rows of weights.
 __device__ __forceinline__ void mma_block(float (&sums)[2][4], uint32_t stage, uint32_t x) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, piece = w8::lane_piece();
     const uint4 first = ld_shared_v4(x + lane * 16), last = ld_shared_v4(x + 512 + lane * 16);
     const uint32_t codes[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
 #pragma unroll
@@ -291,12 +291,12 @@ __device__ __forceinline__ void mma_block(float (&sums)[2][4], uint32_t stage, u
         }
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-            const uint4 v = ld_shared_v4(stage + lane * 16 + tile * 2048 + part * 512);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            uint32_t words[4];
+            ldmatrix_x4(words, stage + (piece ^ part * w8::kPartBytes) + tile * w8::kTile16Bytes);
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
-                const uint32_t low = words[2 * step], high = words[2 * step + 1];
-                const uint32_t a[4] = {e4m3x2_to_f16x2_low(low), e4m3x2_to_f16x2_high(low), e4m3x2_to_f16x2_low(high),
+                const uint32_t low = words[2 * step], high = words[2 * step + 1];  // rows g and g + 8
+                const uint32_t a[4] = {e4m3x2_to_f16x2_low(low), e4m3x2_to_f16x2_low(high), e4m3x2_to_f16x2_high(low),
                                        e4m3x2_to_f16x2_high(high)};
                 mma_m16n8k16_f16(sums[tile], a, b[step]);
             }

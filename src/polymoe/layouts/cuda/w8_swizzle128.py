@@ -1,9 +1,9 @@
-"""Layout ``w8_fragments``: E4M3 weights in the order of ``wgmma``'s A operand, converted in registers.
+"""Layout ``w8_swizzle128``: E4M3 weights as ``wgmma`` reads them from shared memory, swizzled by 128 bytes.
 
-The matrix is cut into tiles of 256 rows (the last may have 128) and these, step by step, into blocks of 128 columns,
-groups of 64 rows, 16 rows, and 32 columns. Such a piece stores 16 codes for each lane of a warp: the four registers,
-of two codes each, of the A operand of m64k16, for the first 16 columns and then for the last 16. One instruction
-converts two codes.
+The matrix is cut into tiles of 256 rows (the last may have 128), and each tile into blocks of 128 columns, 128 bytes
+per row. A block is stored row by row. Piece p (16 bytes) of row r in the block is piece ``p ^ (r % 8)`` of that row in
+the matrix, as in :mod:`.w16_swizzle128`. So ``wgmma`` reads a block where a bulk copy left it, and ``ldmatrix`` brings
+it into the registers of kernels that convert codes: four neighbouring columns a lane.
 
 Rows are interleaved or permuted as in :mod:`.w16_swizzle128`. Scales are stored as float32. Those for 128 x 128 weights
 are in their natural order, and those of the gate come before those of up. One scale for a row lies where its row does;
@@ -25,27 +25,27 @@ from polymoe.layouts.cuda.matrices import (
     deinterleave_gate_up,
     exchange_rows,
     interleave_gate_up,
+    swizzled,
 )
 from polymoe.problem.verdict import Reasons
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK", "W8Fragments", "pack_codes", "unpack_codes"]
+__all__ = ["BLOCK", "W8Swizzle128", "pack_codes", "unpack_codes"]
 
 BLOCK = 128
 """Rows and columns must be multiples of this."""
 
 _ROWS = 256
-_ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class W8Fragments(MatrixLayout):
+class W8Swizzle128(MatrixLayout):
     """E4M3 weights with a scale for each 128 x 128, each row or the matrix. Read by the kernels ``w8a8_mma``,
     ``w8a8_f16`` and ``w8a8``, or where scales are not for 128 x 128 by ``w8a8_mma_channel`` and so on."""
 
-    name: str = "w8_fragments"
+    name: str = "w8_swizzle128"
     multiple: ClassVar[int] = BLOCK
     group_rows: ClassVar[int] = _ROWS
     stacks: ClassVar[bool] = True
@@ -110,26 +110,23 @@ def _by_row(encoding: Encoding) -> bool:
 def pack_codes(codes_NK: Tensor) -> Tensor:
     """Pack the codes of a matrix in the order that the module describes: uint8 [N, K] to [N * K]."""
     whole = codes_NK.shape[0] // _ROWS * _ROWS
-    parts = []
-    for rows in (codes_NK[:whole], codes_NK[whole:]):
-        if len(rows):
-            pairs = rows.contiguous().view(torch.int16)
-            parts.append(_split(pairs, min(len(rows), _ROWS)).permute(_ORDER).flatten())
+    parts = [swizzled(_blocks(rows)).flatten() for rows in codes_NK.contiguous().tensor_split([whole]) if len(rows)]
     return torch.cat(parts).view(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
     """Return the codes, uint8 [rows, columns]: the inverse of :func:`pack_codes`."""
-    counts, parts = (rows // _ROWS * _ROWS, rows % _ROWS), []
-    for count, piece in zip(counts, packed.split([count * columns for count in counts]), strict=True):
-        if count:
-            natural = torch.empty(count, columns // 2, dtype=torch.int16, device=packed.device)
-            places = _split(natural, min(count, _ROWS)).permute(_ORDER)
-            places.copy_(piece.view(torch.int16).view(places.shape))
-            parts.append(natural)
-    return torch.cat(parts).view(torch.uint8)
+    whole = rows // _ROWS * _ROWS
+    natural = torch.empty(rows, columns, dtype=torch.uint8, device=packed.device)
+    pieces = packed.tensor_split([whole * columns])
+    for part, piece in zip(natural.tensor_split([whole]), pieces, strict=True):
+        if len(part):
+            places = _blocks(part)
+            places.copy_(swizzled(piece.view(torch.int64).view(places.shape)))
+    return natural
 
 
-def _split(pairs: Tensor, tile: int) -> Tensor:
-    """View pairs of codes [N, K/2] as [tiles, groups, 16 rows, half, g, blocks, 32 columns, step, half, t]."""
-    return pairs.unflatten(1, (-1, 4, 2, 2, 4)).unflatten(0, (-1, tile // 64, 4, 2, 8))
+def _blocks(rows_NK: Tensor) -> Tensor:
+    """View codes [N, K] as [tiles, blocks, rows, 8 pieces, 2 words of 8 bytes]."""
+    words = rows_NK.view(torch.int64).unflatten(1, (-1, BLOCK // 16, 2))
+    return words.unflatten(0, (-1, min(len(words), _ROWS))).transpose(1, 2)

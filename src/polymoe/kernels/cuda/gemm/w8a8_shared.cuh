@@ -1,0 +1,319 @@
+// E4M3 weights and E4M3 rows, multiplied as they are, both from shared memory, for many rows.
+//
+// As in w8a8.cuh, sums of 128 columns are multiplied by the scales of 128 x 128 weights and of 128 columns of a row of
+// x, and accumulated in float32. Here M of the MMA runs over rows of x, and N over rows of weights: of 64 rows of x a
+// thread has sums of two, so that it needs few scales, and neither operand passes through registers. One persistent CTA
+// per SM walks over the tiles (a work tile by 256 rows of weights, 128 for each of two consumer warpgroups). Producer
+// warps keep a pipeline of weights, x and scales full. A warpgroup accumulates while the other's MMAs run.
+//
+// Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
+// them. y is by permuted row.
+#pragma once
+#include "../dequant/e4m3.cuh"
+#include "../epilogue/row_sums.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/wgmma_e4m3.cuh"
+#include "../ptx/word_copy.cuh"
+#include "schedule.cuh"
+#include "widths.cuh"
+
+namespace polymoe {
+
+namespace w8a8_shared {
+
+using namespace w8;
+
+constexpr int kMmaRows = 64, kMmaColumns = 128;  // rows of x and of weights
+
+// 128 columns of the tile's weights, of x, and the scales.
+template <int BLOCK_M>
+using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16>;
+
+// All of K for the warpgroup's rows of weights and the work tile's rows, one chain of MMAs of 128 columns for each 64
+// rows after the other.
+template <int BLOCK_M, int PART, bool TILES>
+struct Mainloop {
+    using S = Stage<BLOCK_M>;
+    RowSums<BLOCK_M>& acc;
+    Pipeline& pipeline;
+    uint32_t weights, row_scales, weight_scales;  // in a stage
+
+    __device__ __forceinline__ Mainloop(RowSums<BLOCK_M>& acc, Pipeline& pipeline) : acc(acc), pipeline(pipeline) {
+        const int warp = threadIdx.x / 32, warpgroup = warp / 4, g = threadIdx.x % 32 / 4;
+        weights = warp_uniform(warpgroup * kMmaColumns * kE4m3BlockK / 16);
+        row_scales = opaque(S::kScales + (warp % 4 * 16 + g) * 4);
+        weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? warpgroup * 4 : 0));
+    }
+
+    template <int ROWS>
+    __device__ __forceinline__ void run(int k_blocks) {
+        constexpr int kBlocks = ROWS / kMmaRows;
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+            for (int i = 0; i < kMmaColumns / 2; ++i) acc[m][i] = 0.0f;
+        }
+        for (int left = k_blocks; left > 0; --left) {
+            const uint32_t stage = pipeline.wait_full();
+            if (!TILES) fence_proxy_async();  // x was copied by threads
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m) {
+                float sum[kMmaColumns / 2];
+                wgmma_fence();
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    const uint32_t units = smem_desc_units(stage) + part * 2;
+                    const uint64_t a = make_smem_desc_units(units + (S::kX + m * kMmaRows * 128) / 16);
+                    const uint64_t b = make_smem_desc_units(units + weights);
+                    if (part == 0) {
+                        WgmmaE4m3<kMmaColumns>::set(sum, a, b);
+                    } else {
+                        WgmmaE4m3<kMmaColumns>::add(sum, a, b);
+                    }
+                }
+                wgmma_commit();
+                float scales[2][2];  // of rows g and g + 8, times those of gate and of up
+                load_scales(stage, m, scales);
+                wgmma_wait<0>();
+                if (m == kBlocks - 1) mbarrier_arrive(pipeline.empty_barrier());
+#pragma unroll
+                for (int i = 0; i < kMmaColumns / 2; ++i) {
+                    materialize(sum[i]);
+                    acc[m][i] = fmaf(sum[i], scales[i / 2 % 2][i / 4 % 2], acc[m][i]);
+                }
+            }
+            pipeline.advance();
+        }
+    }
+
+    __device__ __forceinline__ void load_scales(uint32_t stage, int m, float (&scales)[2][2]) const {
+        float of_weights[2];
+        if constexpr (PART == kDown) {
+            of_weights[0] = of_weights[1] = __uint_as_float(ld_shared(stage + weight_scales));
+        } else {
+            const uint2 v = ld_shared_v2(stage + weight_scales);
+            of_weights[0] = __uint_as_float(v.x), of_weights[1] = __uint_as_float(v.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float of_row = __uint_as_float(ld_shared(stage + row_scales + (m * kMmaRows + i * 8) * 4));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) scales[i][j] = of_row * of_weights[j];
+        }
+    }
+};
+
+// As TileTaker, in another order: of each kAtOnce work tiles, those of an expert have the same rows of weights one
+// after the other. At about the same time then, so that the L2 cache has what the first of them reads.
+struct ExpertTiles {
+    static constexpr int kAtOnce = 8;
+    const GemmArgs& args;
+    int total, n_tiles, next, n_tile;
+    WorkTile rows;
+
+    __device__ __forceinline__ ExpertTiles(const GemmArgs& args, int total, int n_tiles, int first)
+        : args(args), total(total), n_tiles(n_tiles), next(first), n_tile(0), rows{} {
+        look_up();
+    }
+
+    __device__ __forceinline__ QueuedTile put(TileQueue& queue, const Pipeline& pipeline) {
+        pipeline.wait_empty();
+        const QueuedTile tile = {rows, next < total ? n_tile * (kTileBytes / kBlockBytes) : kNoTile};
+        queue.put(pipeline, tile);
+        if (next < total) next = atomicAdd(&args.tiles->next, 1);
+        return tile;
+    }
+
+    __device__ __forceinline__ void look_up() {
+        if (next >= total) return;
+        const int group = next / (kAtOnce * n_tiles) * kAtOnce, count = min(kAtOnce, total / n_tiles - group);
+        int experts[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) experts[i] = args.work_tiles[group + min(i, count - 1)].expert;
+        // Of the work tiles up to the one that next / n_tiles counts: the first of its expert, and of the next expert.
+        const int index = next / n_tiles - group;
+        int begin = 0, end = count;
+#pragma unroll
+        for (int i = 1; i < kAtOnce; ++i) {
+            if (i < count && experts[i] != experts[i - 1]) {
+                if (i <= index) begin = i;
+                if (i > index) end = min(end, i);
+            }
+        }
+        const int inner = next - (group + begin) * n_tiles, of_expert = end - begin;
+        n_tile = inner / of_expert;
+        rows = args.work_tiles[group + begin + inner % of_expert];
+    }
+};
+
+// All that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and permuted tiles with their
+// scales for 128 columns. Otherwise four warps gather rows of x: eight lanes have a row, 16 columns each, and the next
+// row kAtOnce further on; and a thread has the scale of a row.
+template <int BLOCK_M, int PART, bool TILES>
+struct Producer {
+    using S = Stage<BLOCK_M>;
+    static constexpr int kThreads = TILES ? 1 : 128, kAtOnce = kThreads / 8, kTimes = TILES ? 1 : BLOCK_M / kAtOnce;
+    static constexpr int kArrivals = TILES ? 1 : 1 + kThreads;
+    static_assert(BLOCK_M <= 128);
+    const GemmArgs& args;
+    Pipeline& pipeline;
+    const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
+    const uint32_t place;            // of the first row's piece in a stage
+    uint32_t from[kTimes];           // the rows' pieces, in units of 16 bytes
+    const uint8_t* x;                // of the work tile, where it comes in tiles
+    const float* scales;
+    WeightScales weight_scales;
+
+    __device__ __forceinline__ Producer(const GemmArgs& args, Pipeline& pipeline, int thread)
+        : args(args),
+          pipeline(pipeline),
+          thread(thread),
+          first(thread / 8),
+          piece(thread % 8),
+          place(opaque(S::kX + first * 128 + (piece ^ (first % 8)) * 16)) {}
+
+    // Of a row of x, in units of 16 bytes; of the last one where the work tile has no such row.
+    __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
+        const int permuted_row = tile.row + min(row, tile.rows - 1);
+        return args.permuted_to_expanded[permuted_row] / args.top_k * (row_bytes(args.k) / 16);
+    }
+
+    __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
+        weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
+        if constexpr (TILES) {
+            const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
+            x = reinterpret_cast<const uint8_t*>(args.x) +
+                static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
+            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
+            scales = reinterpret_cast<const float*>(reinterpret_cast<const uint4*>(args.x) + source(tile, thread) +
+                                                    args.k / 16);
+        }
+    }
+
+    // By one thread.
+    __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
+                                         uint32_t stage, uint32_t barrier) {
+        const uint32_t rows = TILES ? padded_rows(tile.rows) : 0, x_bytes = rows * 128;
+        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes + rows * 4);
+        bulk_copy_g2s(stage, codes, bytes, barrier);
+        if (TILES) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
+        if (TILES) bulk_copy_g2s(stage + S::kScales, scales + k_block * rows, rows * 4, barrier);
+    }
+
+    __device__ __forceinline__ void gather(WorkTile tile, int k_block, uint32_t stage, uint32_t barrier) {
+        const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) {
+            if (first + i * kAtOnce < tile.rows) cp_async_16(stage + place + i * kAtOnce * 128, columns + from[i]);
+        }
+        const uint32_t to = stage + S::kScales;
+        if (thread < tile.rows) cp_async_4(to + thread * 4, scales + k_block);
+        if (thread == 0) cp_async_4(to + BLOCK_M * 4, weight_scales.first + k_block);
+        if (thread == 32) cp_async_4(to + BLOCK_M * 4 + 4, weight_scales.second + k_block);
+        cp_async_mbarrier_arrive(barrier);
+    }
+
+    // The first thread takes tiles, the next one ahead of its use.
+    __device__ __forceinline__ void run(TileQueue& queue, int total, int n_tiles) {
+        const int k_blocks = args.k / kE4m3BlockK;
+        if (thread >= kThreads) return;
+        ExpertTiles taker(args, total, n_tiles, blockIdx.x);
+        const auto next_tile = [&] {
+            if (thread == 0) taker.put(queue, pipeline);
+            if (!TILES) __syncwarp();
+            return queue.wait(pipeline);
+        };
+        for_each_tile(total, next_tile, [&](QueuedTile queued) {
+            const WorkTile tile = queued.rows;
+            const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
+            const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
+            const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
+            find(tile, n_tile);
+            float of_weights[2] = {};
+            const auto fetch = [&](int k_block) {
+                if (!TILES) return;
+                of_weights[0] = weight_scales.first[k_block], of_weights[1] = weight_scales.second[k_block];
+            };
+            fetch(0);
+#pragma unroll 1
+            for (int k_block = 0; k_block < k_blocks; ++k_block) {
+                const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
+                pipeline.wait_empty();
+                if (thread == 0 && k_block) queue.announce(pipeline);
+                if (TILES) {
+                    st_shared(stage + S::kScales + BLOCK_M * 4, __float_as_uint(of_weights[0]));
+                    st_shared(stage + S::kScales + BLOCK_M * 4 + 4, __float_as_uint(of_weights[1]));
+                }
+                if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
+                codes += bytes;
+                if (!TILES) gather(tile, k_block, stage, barrier);
+                if (k_block + 1 < k_blocks) fetch(k_block + 1);
+                pipeline.advance();
+            }
+            if (thread == 0) taker.look_up();
+        });
+        if (thread == 0) mbarrier_arrive(pipeline.full_barrier());
+        if (!TILES) mbarrier_arrive(pipeline.full_barrier());
+    }
+};
+
+}  // namespace w8a8_shared
+
+// 256 rows of weights by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
+// WIDTHS.
+template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
+    using namespace w8a8_shared;
+    constexpr bool kTiles = PART == kDown || PART == kGateUpTiles;
+    constexpr int kPart = PART == kGateUpTiles ? kGateUp : PART;
+    using Producer = w8a8_shared::Producer<BLOCK_M, kPart, kTiles>;
+    static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
+    static_assert(w8a8_shared::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ float maxima[2][kWarpgroups][BLOCK_M];  // of rows of h, for two alternating tiles
+    __shared__ TileQueue queue;
+    const int warp = warp_uniform(threadIdx.x / 32);
+    Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32);
+        queue.init(args.stages);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    begin_launch<PART>();
+    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;
+
+    if (warp >= kWarps) {
+        reg_dealloc<56>();
+        pipeline.parity = 1;
+        begin_x<PART>();
+        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(queue, total, n_tiles);
+        return;
+    }
+    reg_alloc<224>();
+    pipeline.parity = 0;
+    const int warpgroup = warp / 4, n_blocks = args.n / 64;
+    float acc[BLOCK_M / kMmaRows][kMmaColumns / 2];
+    int buffer = 0;  // of maxima
+    queue.consume(pipeline, total, [&](QueuedTile queued) {
+        const WorkTile tile = queued.rows;
+        Mainloop<BLOCK_M, kPart, kTiles> mainloop(acc, pipeline);
+        with_narrowest<WIDTHS..., BLOCK_M>(
+            tile.rows, [&](auto width) { mainloop.template run<decltype(width)::value>(args.k / kE4m3BlockK); });
+        const int n_block = queued.n_block + warpgroup * kNBlocks;
+        if (n_block >= n_blocks) return;
+        if constexpr (PART == kDown) {
+            store_y_rows<BLOCK_M>(args, acc, tile, n_block);
+        } else {
+            store_h_tiles<BLOCK_M>(args, acc, tile, n_block, maxima[buffer]);
+            buffer ^= 1;
+        }
+    });
+}
+
+}  // namespace polymoe
