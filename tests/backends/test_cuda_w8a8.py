@@ -13,9 +13,9 @@ from polymoe.kernels.cuda import spec
 from polymoe.machine import DEVICES, Machine
 
 W8A8_F16 = tuple(spec.W8A8_F16.tiles)
-W8A8 = tuple(spec.W8A8.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig("w8a8", rows) for rows in W8A8]
+H100 = Machine(DEVICES["h100"], packages={"triton": "3.6.0"}, driver=(13, 0))
+EVERY = [CudaConfig(family.name, rows) for family in (spec.W8A8, spec.W8A8_SHARED) for rows in family.tiles]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 
 
@@ -29,6 +29,12 @@ class TestConfigure:
             "w8a8, block_m 160",
             "w8a8, block_m 160",
         ]
+
+    def test_experts_of_more_rows_where_that_was_measured(self) -> None:
+        """On an H100, above 190 rows an expert."""
+        found = [str(Cuda().configure(DEEPSEEK, H100, tokens)) for tokens in (512, 4096, 8192, 16384)]
+        assert found == ["w8a8, block_m 160"] * 2 + ["w8a8_shared, block_m 128"] * 2
+        assert Cuda().configure(DEEPSEEK, H200, 16384) == CudaConfig("w8a8", 160)
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
         few = {CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8)}
