@@ -26,6 +26,7 @@ import transformers
 from dequantized import filled, own
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.config import parse_quantization
 from polymoe.checkpoint.quantized import QUANTIZED_FORMATS
 from polymoe.cli.progress import Progress
 from polymoe.engines.transformers.generator import Generator
@@ -88,7 +89,7 @@ def formats(
 
 def is_quantized(path: Path) -> bool:
     """Whether a checkpoint's config says that its experts are quantized."""
-    return "quantization_config" in json.loads((path / "config.json").read_text())
+    return parse_quantization(json.loads((path / "config.json").read_text())).method != "none"
 
 
 def facts(path: Path) -> dict[str, object]:

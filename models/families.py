@@ -47,9 +47,14 @@ class TrainedFamily:
     """Normal noise on the experts' weights in the last part of the training, as a share of the root mean square of a
     row. It prepares experts that are stored in 16 bit for any quantization."""
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the config quantizes anything, wherever its family keeps the quantization."""
+        return parse_quantization(self.config).method != "none"
+
     def encoding(self, tensor: str) -> tuple[str, Encoding] | None:
         """Dialect and encoding of a linear layer's weight, by its name in the files; None if it stays in 16 bit."""
-        if "quantization_config" not in self.config:
+        if not self.quantized:
             return None
         scheme = parse_quantization(self.config).scheme(tensor.removesuffix(".weight"))
         if scheme.dialect == "plain" or re.search(self.unquantized, tensor):

@@ -44,7 +44,7 @@ def store(
     """
     config, text = family.config, text_config(family.config)
     dtype = getattr(torch, text.get("torch_dtype") or text["dtype"])
-    if "quantization_config" in config:
+    if family.quantized:
         _write_quantized(model, family, directory, dtype, largest_inputs or {})
     else:
         size = sum(p.numel() * dtype.itemsize for p in model.parameters())

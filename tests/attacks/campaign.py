@@ -4,7 +4,7 @@
     python -m tests.attacks.campaign --case sums-qwen3-fp8:17 --verbs run --keep /tmp/case    # one case, in full
 
 A case is a checkpoint, a seed and a verb. Each is one line of ``--out``; a second run with the same file does only what
-is missing there. Checkpoints take turns: of ``--count`` 3000, each of nine gets 333 or 334 seeds from ``--seed`` on.
+is missing there. Checkpoints take turns: of ``--count`` 3000, each of eleven gets 272 or 273 seeds from ``--seed`` on.
 """
 
 from __future__ import annotations

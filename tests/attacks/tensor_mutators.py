@@ -126,9 +126,9 @@ def shard_size(source: Source, rng: random.Random) -> Mutation:
 
 
 def bad_scale(source: Source, rng: random.Random) -> Mutation:
-    """A scale of an expert is not a number, or infinite: it must never be accepted."""
+    """A scale of an expert, or a weight in 16 bits, is not a number, or infinite: it must never be accepted."""
     layer = rng.choice(source.layers)
-    name = rng.choice(source.expert_tensors(layer, "scale"))
+    name = rng.choice(source.expert_tensors(layer, "scale") or source.expert_tensors(layer, "codes"))
     place = source.tensors[name]
     values = {"NaN": NAN_SCALE} | ({"infinity": INFINITY} if place.dtype in INFINITY else {})
     kind = rng.choice(sorted(values))
@@ -136,14 +136,16 @@ def bad_scale(source: Source, rng: random.Random) -> Mutation:
 
 
 def zero_scales(source: Source, rng: random.Random) -> Mutation:
-    """All scales of one expert's matrix are zero, so that nothing of it is left."""
+    """All scales of one expert's matrix, or all its weights in 16 bits, are zero, so that nothing of it is left."""
     layer = rng.choice(source.layers)
-    name = rng.choice(source.expert_tensors(layer, "scale"))
+    scales = source.expert_tensors(layer, "scale")
+    name = rng.choice(scales or source.expert_tensors(layer, "codes"))
     place = source.tensors[name]
     count = (place.stop - place.start) // WIDTH[place.dtype]
     if place.dtype in ("U8", "F8_E8M0"):  # E8M0 has no zero: its least value
         return _values("zero_scales", source, name, b"\x00", count, "the least value", rng, Expect.ANYTHING)
-    return _values("zero_scales", source, name, b"\x00" * WIDTH[place.dtype], count, "zero", rng)
+    expect = Expect.REFUSED if scales else Expect.ANYTHING
+    return _values("zero_scales", source, name, b"\x00" * WIDTH[place.dtype], count, "zero", rng, expect)
 
 
 def nan_codes(source: Source, rng: random.Random) -> Mutation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -165,6 +166,15 @@ def test_numbers_that_contradict_each_other_are_found_by_computing(tmp_path: Pat
 
 
 # --- The border -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_experts_in_16_bits_that_are_not_finite(number: float, tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(MODELS / "sums-olmoe", path)
+    tensor("model.layers.1.mlp.experts.2.down_proj.weight", lambda w: w.index_fill(1, torch.tensor([3]), number))(path)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: expected finite numbers"):
+        load(path, device="cpu")
 
 
 def test_exceptions_of_libraries_become_errors_of_the_checkpoint() -> None:

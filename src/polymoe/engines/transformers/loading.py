@@ -21,6 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.architectures.interface import has_interface
 from polymoe.checkpoint.config import quantization_source
 from polymoe.checkpoint.families import families_of
 from polymoe.checkpoint.quantized import require_format
@@ -50,6 +51,7 @@ from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, PolymoeError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
 from polymoe.explanation.offload import offload_of
+from polymoe.formats.extremes import extremes, is_finite
 from polymoe.problem.call import DTYPES
 
 modeling: Any = modeling_utils
@@ -131,6 +133,7 @@ def load(
         model = model.to(target) if device_map is None else model
         # Packed experts are not trained, and most backends have no backward: a plain call must not record gradients.
         model.requires_grad_(False)
+        _require_finite_experts(model, checkpoint.name)
         check_tokens(model, vocabulary_size(tokenizer), checkpoint.name)
         if dense == "16bit":  # Transformers' own quantizer leaves dtypes that only its kernels take
             _compute_once(model, checkpoint.name)
@@ -202,6 +205,21 @@ def _dtype(config: Any, where: str) -> torch.dtype:
         known = " or ".join(map(str, DTYPES))
         raise CheckpointError(f"{where}: config.json: dtype", expected=known, got=quoted(dtype))
     return dtype
+
+
+def _require_finite_experts(model: Any, where: str) -> None:
+    """Refuse NaN and infinity in experts in 16 bits, as packing refuses them: all are read, once, where they lie."""
+    found = {
+        f"{name}.{parameter}": extremes(value)
+        for name, module in model.named_modules()
+        if has_interface(module)
+        for parameter, value in module.named_parameters(recurse=False)
+        if value.device.type != "meta"  # offloaded until it runs
+    }
+    for name, (low, high) in found.items():
+        if not is_finite(low.dtype, float(low), float(high)):
+            hint = f"a file is damaged, or a number is too large for {low.dtype}"
+            raise CheckpointError(f"{where}: {name}", expected="finite numbers", got="NaN or infinity", hint=hint)
 
 
 def _compute_once(model: Any, where: str) -> None:
