@@ -160,7 +160,7 @@ def _hits(offload: Offload) -> Table:
         (f"{hits:.0%}", *(f"{offload.tokens_per_second(hits, rate):.1f}" for _, rate in offload.links))
         for hits in HIT_RATES
     ]
-    return cells(columns, rows, "tokens/s of one sequence, at most, by the link to host memory")
+    return cells(columns, rows, "predicted tokens/s of one sequence, by the link to host memory")
 
 
 def _times(explanation: Explanation) -> Table:

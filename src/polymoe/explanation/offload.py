@@ -12,12 +12,16 @@ from polymoe.explanation.explanation import Explanation
 from polymoe.explanation.fit import RESERVE
 from polymoe.machine.link import LINKS, links
 
-__all__ = ["AUTO_CONTEXT", "HIT_RATES", "Offload", "offload_of"]
+__all__ = ["AUTO_CONTEXT", "HIT_RATES", "LAYER_US", "Offload", "offload_of"]
 
 AUTO_CONTEXT = 8192
 """Tokens of context for which "auto" leaves room."""
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
 """Shares of the experts of a token that are in slots. Which one a text has, only running it shows."""
+LAYER_US = 80.0
+"""Time that a layer of Transformers takes for one token beside its experts and reading its other weights: attention,
+norms, router, the search for slots, some two dozen small kernels in a CUDA graph. Measured: 74 to 97 us
+(decode-h200.jsonl and offload-decode-h100.jsonl in benchmarks/results)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class Offload:
         gpu_bytes: of all slots, and of the two buffers that layers share.
         host_bytes: of all experts, page-locked.
         token_bytes: of the experts of one token in all layers: what no hit at all copies.
-        step_us: predicted time of a token whose experts are all in slots; None where it is not known.
+        step_us: predicted time of a token whose experts are all in slots: experts, reading other weights, and
+            :data:`LAYER_US` for each layer; None where it is not known.
         links: names and rates, bytes/s, of links to host memory.
     """
 
@@ -43,7 +48,7 @@ class Offload:
     links: Sequence[tuple[str, float]] = LINKS
 
     def tokens_per_second(self, hits: float, bytes_per_s: float) -> float:
-        """Return the tokens per second of one sequence at a share of hits, at most: the step and the copies."""
+        """Return the predicted tokens per second of one sequence at a share of hits: the step and the copies."""
         copies_us = 1e6 * (1 - hits) * self.token_bytes / bytes_per_s
         return 1e6 / ((self.step_us or 0.0) + copies_us)
 
@@ -98,7 +103,9 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
     for problem in problems:
         require_slots(problem, slots)
     each = [spec.local_bytes // spec.local_experts for spec in specs]
-    times = explanation.times
+    step_us = None
+    if explanation.times and (alone := explanation.times[0]).tokens == 1:
+        step_us = (alone.total_us or alone.experts_us) + len(problems) * LAYER_US
     return Offload(
         slots=slots,
         experts=max(spec.local_experts for spec in specs),
@@ -106,5 +113,5 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
         host_bytes=sum(spec.local_bytes for spec in specs),
         token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
         links=links(explanation.device.name),
-        step_us=times[0].total_us or times[0].experts_us if times and times[0].tokens == 1 else None,
+        step_us=step_us,
     )
