@@ -32,7 +32,7 @@ CASE = replace(CASES["deepseek-v4-flash"], activation=SwiGLU())  # without its l
 INTRODUCTION = f"""\
 # Backends
 
-Which backend runs which format on which GPU, and why it refuses the rest. `benchmarks/write_docs.py` generates this
+Which backend runs which format on which GPU. `benchmarks/write_docs.py` generates this
 page from each backend's own `check`. What a backend accepts depends on properties of the problem and of the machine,
 never on the name of a model or a format. `polymoe explain` answers the same question for any checkpoint and GPU.
 
@@ -62,8 +62,7 @@ A cell says how far the backend is proven on that GPU model, or "-" if the backe
 - never tested: the backend was compiled for this model, emulated, or run on other GPUs, but never on this one. `auto`
   uses it only if nothing better accepts the problem, and the log line at load says so.
 
-A CPU counts as tested, because the test suite runs there. The second table of a backend gives its reasons for refusing;
-"weights" are those of gate, up and down.
+A CPU counts as tested, because the test suite runs there. `explain` gives a backend's reasons for refusing.
 """
 
 
@@ -177,7 +176,7 @@ def _section(backend: Backend) -> str:
     module = inspect.getdoc(sys.modules[type(backend).__module__]) or ""
     words = f"{module} {inspect.getdoc(type(backend)) or ''} Layout: {', '.join(backend.layouts)}.".split()
     text = textwrap.fill(" ".join(words), 120, break_on_hyphens=False)
-    asked: list[Cell] = [(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES]
+    asked = [(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES]
     found = {(g, f, m): candidate(backend, problem_of(f, m), machine(DEVICES[g])) for g, f, m in asked}
 
     def taken(gpu: str, form: str) -> str:
@@ -192,11 +191,6 @@ def _section(backend: Backend) -> str:
 
     columns = _by_value({gpu: tuple(taken(gpu, f) for f in FORMATS) for gpu in GPUS})
     rows = _by_value({f: tuple(taken(gpus[0], f) for gpus in columns.values()) for f in FORMATS})
-    places: dict[str, list[Cell]] = {}
-    for cell, one in found.items():
-        for line in lines(one.verdict):
-            places.setdefault(line, []).append(cell)
-    verdicts = _by_value({line: said(held) for line, held in places.items()})
     return "\n".join(
         [
             f"## {backend.name}\n\n{text}\n",
@@ -204,28 +198,8 @@ def _section(backend: Backend) -> str:
                 ["format", *(", ".join(gpus) for gpus in columns.values())],
                 [[", ".join(f"`{f}`" for f in forms), *cells] for cells, forms in rows.items()],
             ),
-            markdown(["verdict", "where"], [["<br>".join(texts), where] for where, texts in verdicts.items()]),
         ]
     )
-
-
-Cell = tuple[str, str, str]
-"""GPU, format, activations."""
-
-
-def said(cells: Collection[Cell]) -> str:
-    """Where something holds, in as few words as there are different GPUs: ``"a100, h100: int4_g32 with fp8_token"``."""
-    modes = {(g, f): tuple(m for m in MODES if (g, f, m) in cells) for g in GPUS for f in FORMATS}
-    forms = {g: tuple((f, modes[g, f]) for f in FORMATS if modes[g, f]) for g in GPUS}
-    texts = []
-    for held, gpus in _by_value({g: found for g, found in forms.items() if found}).items():
-        parts = [
-            _joined(names, FORMATS, "every format")
-            + ("" if taken == MODES else f" with {_joined(taken, MODES, 'all')}")
-            for taken, names in _by_value(dict(held)).items()
-        ]
-        texts.append(f"{_joined(gpus, GPUS, 'everywhere')}: {'; '.join(parts)}")
-    return "<br>".join(texts)
 
 
 def _joined(found: Sequence[str], every: Collection[str], word: str) -> str:

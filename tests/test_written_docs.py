@@ -14,7 +14,6 @@ import peers_document  # type: ignore
 import pytest
 import versions_document  # type: ignore
 import write_docs  # type: ignore
-from backends_document import GPUS, MODES, said  # type: ignore
 from write_docs import Peer, Row  # type: ignore
 
 from polymoe.backends import BACKENDS
@@ -25,11 +24,10 @@ from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.records import Record
 from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.record import Load, Origin, record
-from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.problem import Problem
-from polymoe.problem.verdict import Accepted, Reasons, Rejected, Verdict
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 from support.toys import HANDLES, Toy
 
 RECORD = Record(
@@ -157,34 +155,9 @@ def test_every_cell_and_every_reason() -> None:
         "| format | a100, rtx4090, b200, rtx5090, cpu | h100, h200 |",
         "| `bf16`, `fp16`, `mxfp4`, `nvfp4`, `int4_g32`, `int4_g128` | - | - |",
         "| `fp8_tensor`, `fp8_channel`, `fp8_block128`, `mxfp8` | - | never tested: all but 16bit |",
-        "| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128, mxfp8 with all but 16bit |",
-        "| GPU: expects SM90 | everywhere but h100 and h200: every format |",
-        "| activations: expects fp8 | everywhere: every format with 16bit |",
-        "| weights: expects e4m3 | everywhere: bf16, fp16, mxfp4, nvfp4, int4_g32, int4_g128 |",
     ):
         assert line in text
     assert "| biases | `picky`: activations: expects fp8; weights: expects e4m3 |" in text
-
-
-BACKENDS_MD = write_docs.ROOT / "docs/backends.md"
-"""What backends_document() returns, as test_current proves: each call of it takes a second."""
-
-
-def test_the_document_is_what_backends_say() -> None:
-    text = BACKENDS_MD.read_text(encoding="utf-8")
-    for name, backend in BACKENDS.items():
-        assert f"\n## {name}\n" in text
-        found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine(DEVICES["cpu"]))
-        for line in backends_document.lines(found) if isinstance(found, Rejected) else ():
-            assert line in text
-
-
-def test_places_are_merged_by_gpu_format_and_mode() -> None:
-    every = {(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES}
-    assert said(every) == "everywhere: every format"
-    assert said(every - {("cpu", "bf16", "16bit")}) == (
-        "everywhere but cpu: every format<br>cpu: bf16 with all but 16bit; every format but bf16"
-    )
 
 
 PEER = Peer(
