@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -210,7 +211,7 @@ def _dtype(config: Any, where: str) -> torch.dtype:
 def _require_finite_experts(model: Any, where: str) -> None:
     """Refuse NaN and infinity in experts in 16 bits, as packing refuses them: all are read, once, where they lie."""
     found = {
-        f"{name}.{parameter}": extremes(value)
+        f"{name}.{parameter}": extremes(value.to_local() if isinstance(value, DTensor) else value)
         for name, module in model.named_modules()
         if has_interface(module)
         for parameter, value in module.named_parameters(recurse=False)
