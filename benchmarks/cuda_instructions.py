@@ -45,7 +45,7 @@ Instructions = list[tuple[int, str]]
 def dump(option: str, unit: str, target: Target) -> str:
     """What the disassembler says of a unit."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(modules.read_cubin(modules.cubin_path(unit, target)))
+        cubin.write(modules.read_cubin(unit, target))
         cubin.flush()
         return subprocess.run([TOOL, option, cubin.name], check=True, capture_output=True, text=True).stdout
 

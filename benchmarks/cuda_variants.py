@@ -347,8 +347,7 @@ class Launcher:
     def __call__(self, unit: str, name: str, target: Target) -> Launcher.Kernel:
         """A kernel, of the variant unless it is one of those around the GEMMs."""
         around = unit in ("permute", "finalize", "quantize")
-        path = modules.cubin_path(unit, target) if around else self.cubin
-        kernel = _kernel(_module(path), name)
+        kernel = modules.kernel(unit, name, target) if around else _kernel(self.cubin, name)
         return Launcher.Kernel(self, kernel, name)
 
     class Kernel:
@@ -375,12 +374,12 @@ class Launcher:
 
 @cache
 def _module(cubin: Path) -> Module:
-    return Module(modules.read_cubin(cubin) if cubin.suffix == ".xz" else cubin.read_bytes())
+    return Module(cubin.read_bytes())
 
 
 @cache
-def _kernel(module: Module, name: str) -> Any:
-    return module.kernel(name)
+def _kernel(cubin: Path, name: str) -> Any:
+    return _module(cubin).kernel(name)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.build import archive
 from polymoe.kernels.cuda.targets import SM90
 
 SCRIPT = Path(__file__).parents[1] / "scripts/compare-sass"
@@ -22,10 +22,10 @@ PROLOGUE = struct.pack("<Q", 0x00000A00FF017B82)
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """Two folders with one and the same cubin."""
     pytest.importorskip("triton")
-    unit = modules.cubin_path("finalize", SM90)
+    cubin = modules.read_cubin("finalize", SM90)
     for side in ("old", "new"):
         (tmp_path / side).mkdir()
-        shutil.copy(unit, tmp_path / side / f"{side}_unit.{side}hash.cubin.xz")
+        (tmp_path / side / "around.tar.xz").write_bytes(archive({f"{side}_unit.{side}hash.cubin": cubin}))
     return tmp_path / "old", tmp_path / "new"
 
 
@@ -52,7 +52,7 @@ def test_a_kernel_that_one_side_lacks(folders: tuple[Path, Path]) -> None:
 def test_one_other_instruction(folders: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = folders
     (path,) = new.iterdir()
-    code = modules.read_cubin(path)
+    code = modules.read_cubin("finalize", SM90)
     assert code.count(PROLOGUE) == 3
     other = PROLOGUE.replace(b"\x01", b"\x02", 1)  # R2
     path.unlink()

@@ -41,16 +41,16 @@ def test_ctas_of_a_permutation_have_rows_enough() -> None:
     assert [shape.sorting_ctas(rows) for rows in (2048, 2049, 10_000, 10**6)] == [0, 2, 9, 32]
 
 
+ARCHIVES = [pytest.param(t, name, id=f"{t.name}-{name}") for t in TARGETS.values() for name in t.archives]
 BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() for unit in t.units]
 
 
-@pytest.mark.parametrize(("target", "unit"), BUILT)
-def test_compiled_from_these_sources(target: Target, unit: str) -> None:
-    path = modules.cubin_path(unit, target)
-    assert path.name == f"{unit}.{build.source_hash(unit, target, build.sources())}{modules.SUFFIX}", (
-        "run scripts/build-kernels and commit what it made"
-    )
-    assert modules.read_cubin(path).startswith(b"\x7fELF")
+@pytest.mark.parametrize(("target", "name"), ARCHIVES)
+def test_compiled_from_these_sources(target: Target, name: str) -> None:
+    expected = {build.cubin_name(unit, target, build.sources()) for unit in target.archives[name]}
+    cubins = modules.read_archive(modules.archive_path(name, target))
+    assert set(cubins) == expected, "run scripts/build-kernels and commit what it made"
+    assert all(cubin.startswith(b"\x7fELF") for cubin in cubins.values())
 
 
 @pytest.mark.parametrize(("target", "unit"), BUILT)
@@ -115,18 +115,19 @@ def test_a_hash_does_not_change_with_code_for_other_gpus(copied: Path) -> None:
 
 
 def test_missing_files_say_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(modules.DriverError, match=r"permute\.\*\.cubin.*got 0.*scripts/build-kernels"):
-        modules.cubin_path("permute", replace(SM90, folder=tmp_path))
+    with pytest.raises(modules.DriverError, match=r"around\.tar\.xz: .*got no file: run scripts/build-kernels"):
+        modules.read_cubin("permute", replace(SM90, folder=tmp_path))
+    (tmp_path / "around.tar.xz").write_bytes(build.archive({"slots.hash.cubin": b""}))
+    with pytest.raises(modules.DriverError, match=r"expects a cubin of permute, got none: run scripts/build-kernels"):
+        modules.read_cubin("permute", replace(SM90, folder=tmp_path))
 
 
 @pytest.mark.parametrize("damage", [lambda code: code[:-100], lambda code: code[:100] + b"0" + code[101:]])
 def test_a_damaged_file_says_which(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = modules.cubin_path("permute", SM90)
-    stored = path.read_bytes()
-    assert modules.read_cubin(path).startswith(b"\x7fELF")
-    (tmp_path / path.name).write_bytes(damage(stored))
-    with pytest.raises(modules.DriverError, match=f"{path.name}: expects a compressed cubin.*install polymoe again"):
-        modules.read_cubin(tmp_path / path.name)
+    path = modules.archive_path("around", SM90)
+    (tmp_path / path.name).write_bytes(damage(path.read_bytes()))
+    with pytest.raises(modules.DriverError, match=f"{path.name}: expects an archive.*install polymoe again"):
+        modules.read_cubin("permute", replace(SM90, folder=tmp_path))
 
 
 def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:

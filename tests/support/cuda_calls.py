@@ -189,7 +189,7 @@ def compare_each_token(
 
 def names(unit: str, target: Target = SM90) -> set[str]:
     """Kernels of a compiled source file."""
-    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.read_cubin(modules.cubin_path(unit, target)))
+    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.read_cubin(unit, target))
     return {name.decode() for name in found}
 
 

@@ -5,9 +5,11 @@ kernels."""
 from __future__ import annotations
 
 import hashlib
+import io
 import lzma
 import posixpath
 import re
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from polymoe.kernels.cuda.spec import (
 )
 from polymoe.kernels.cuda.targets import TARGETS, Target
 
-__all__ = ["COMPILER", "compress", "included", "source_hash", "sources", "unit_source"]
+__all__ = ["COMPILER", "archive", "cubin_name", "included", "source_hash", "sources", "unit_source"]
 
 COMPILER = {
     "nvidia-cuda-nvcc": "13.3.73",
@@ -100,9 +102,17 @@ def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compress(cubin: bytes) -> bytes:
-    """The contents of the file that stores a cubin."""
-    return lzma.compress(cubin, preset=9 | lzma.PRESET_EXTREME)
+def archive(cubins: Mapping[str, bytes]) -> bytes:
+    """The contents of the archive with cubins by file name. It depends on nothing else."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as file:
+        for name, cubin in cubins.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(cubin)
+            file.addfile(member, io.BytesIO(cubin))
+    # Instructions have 16 bytes: literals and matches depend on the position in one.
+    options = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 4, "pb": 4}
+    return lzma.compress(packed.getvalue(), filters=[options])
 
 
 def included(source: str, files: Mapping[str, str]) -> dict[str, str]:
@@ -133,6 +143,11 @@ def source_hash(unit: str, target: Target, files: Mapping[str, str]) -> str:
         code = re.sub("//.*", "", _seen(text, target.defines))
         digest.update(f"{path}\0{''.join(code.split())}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def cubin_name(unit: str, target: Target, files: Mapping[str, str]) -> str:
+    """The name of a unit's cubin in its archive. Arguments as for :func:`source_hash`."""
+    return f"{unit}.{source_hash(unit, target, files)}.cubin"
 
 
 def _seen(text: str, defines: tuple[str, ...]) -> str:

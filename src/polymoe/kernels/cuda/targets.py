@@ -26,7 +26,7 @@ class Target:
         capabilities: compute capabilities of the GPUs that the set is for.
         budget: the most shared memory that a CTA uses, and what lies in it.
         families: names of the kernel families that are compiled.
-        folder: where the cubins are.
+        folder: where the archives of cubins are.
         fp4_cvt: whether instructions convert E2M1 codes and their scales: the kernels then read ``w4a16_fragments_cvt``
             instead of ``w4a16_fragments``.
         sm80: whether sources use instructions of SM80 alone: ``cp.async`` in place of bulk copies, no chained launches.
@@ -72,6 +72,12 @@ class Target:
         gemms = {f.unit(format): f"instantiations/{self.source(f, format)}" for f in families for format in f.formats}
         around = _AROUND[:-1] if self.sm80 else _AROUND  # SM80 has no E4M3
         return {**gemms, **{name: f"{name}.cu" for name in around}}
+
+    @property
+    def archives(self) -> dict[str, tuple[str, ...]]:
+        """Archives of cubins in the folder, and the units in each: those of a family, or all around the GEMMs."""
+        gemms = {name: tuple(map(KERNEL_FAMILIES[name].unit, KERNEL_FAMILIES[name].formats)) for name in self.families}
+        return {**gemms, "around": tuple(name for name in _AROUND if name in self.units)}
 
     def source(self, family: KernelFamily, format: str) -> str:
         """Return the name of the file in ``instantiations/`` with a family's kernels for a format."""
