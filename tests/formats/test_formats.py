@@ -479,7 +479,7 @@ def test_tiles_change_no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = torch.get_num_threads(), list[tuple[int, str]]()
     torch.set_num_threads(2)
 
-    def number_of_a_new_thread(_: base.Tile) -> int:
+    def number_of_a_new_thread(_: base.MatrixTile) -> int:
         seen.append((torch.get_num_threads(), threading.current_thread().name))
         numbers: list[int] = []
         new = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))

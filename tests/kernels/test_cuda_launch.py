@@ -13,7 +13,7 @@ import torch
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.build import sources
 from polymoe.kernels.cuda.launch import args
-from polymoe.kernels.cuda.launch.call import Call
+from polymoe.kernels.cuda.launch.call import PreparedCall
 from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
 from polymoe.kernels.cuda.launch.shape import CallShape, Tiles, permutation_words, steps_of
 from polymoe.kernels.cuda.launch.steps import BY_TOKEN
@@ -95,7 +95,7 @@ def test_launches_have_what_kernels_take(
     monkeypatch.setattr(modules, "kernel", kernel)
     tiles = [Tiles(m, narrow_m=n) for m in family.tiles for n in (0, *(b for a, b in family.narrow if a == m))]
     for tile in tiles:
-        call = Call(layer(family, static, gated), family, tile)
+        call = PreparedCall(layer(family, static, gated), family, tile)
         rounded = family.quantized_x and not static
         for tokens, top_k, quantized in ((1, 1, False), (40, 1, rounded), (3000, 1, False), (3000, 2, False)):
             made.clear()

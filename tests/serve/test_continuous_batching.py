@@ -61,7 +61,7 @@ def test_it_is_the_default_where_the_model_allows_it(server: Running, monkeypatc
 def test_a_transformers_without_what_is_used_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous_batching, "_require_cuda", lambda _: None)
     other = shared_sampling.Hook("transformers.generation.continuous_batching.model_runner", "Other")
-    monkeypatch.setattr(shared_sampling, "PARTS", (other,))
+    monkeypatch.setattr(shared_sampling, "HOOKS", (other,))
     with pytest.raises(UnsupportedProblem, match=r"model_runner\.Other, got none"):
         Batching.of(server.model, graphs=None, cache_memory=None)
 

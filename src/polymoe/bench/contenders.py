@@ -85,7 +85,7 @@ class LayerContender:
         """Largest accepted relative error against the reference."""
         if self.peer is not None:
             return PEER_TOLERANCE_QUANTIZED if self.problem.activations.quantized else PEER_TOLERANCE
-        return self.inputs(tokens).tolerance if self.plan else baseline.TOLERANCE
+        return self.inputs(tokens).tolerance if self.plan else baseline.BASELINE_TOLERANCE
 
 
 def own_contenders(

@@ -31,9 +31,9 @@ from polymoe.problem.numerics import relative_error
 if TYPE_CHECKING:
     from polymoe.engines.transformers.decode_graph import Decoder
 
-__all__ = ["COMPARED", "TOLERANCE", "Contender", "ModelBench"]
+__all__ = ["COMPARED", "LOGITS_TOLERANCE", "Contender", "ModelBench"]
 
-TOLERANCE = 5e-2
+LOGITS_TOLERANCE = 5e-2
 """Largest relative difference between logits of two ways to run a model, as the median over positions. Transformers'
 own experts implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights, as rounding changes routing."""
 
@@ -317,10 +317,10 @@ def _logits(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
 def _compare(what: str, got: Tensor, expected: Tensor) -> float:
     rows = zip(got.flatten(0, 1), expected.flatten(0, 1), strict=True)
     error = float(torch.tensor([relative_error(a, b) for a, b in rows]).median())
-    if not error <= TOLERANCE:  # NaN fails too
+    if not error <= LOGITS_TOLERANCE:  # NaN fails too
         raise VerificationError(
             what,
-            expected=f"logits within {TOLERANCE:g} of those they are compared with",
+            expected=f"logits within {LOGITS_TOLERANCE:g} of those they are compared with",
             got=f"{error:.3g}",
             hint="it was not timed",
         )

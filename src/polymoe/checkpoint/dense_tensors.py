@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DenseMatrix", "DenseTensor", "DenseTensors", "MatrixRead"]
 
 CODES = ("weight", "weight_packed", "qweight", "blocks")
-CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
+QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
 MOST_MATRICES = 20_000
 """Quantized matrices outside the experts: several times as many as any release has, with its layers for multi-token
 prediction. Each is compared with the config's patterns of modules."""
@@ -58,7 +58,7 @@ class DenseTensor:
         Raises:
             FormatError: for a weight of 8 or 4 bits without its scale.
         """
-        if not self.codes and self.name.endswith(".weight") and (dtype := self.get_dtype()) in CODE_DTYPES:
+        if not self.codes and self.name.endswith(".weight") and (dtype := self.get_dtype()) in QUANTIZED_DTYPES:
             raise FormatError(
                 self.name,
                 expected="a scale beside a weight of 8 or 4 bits",

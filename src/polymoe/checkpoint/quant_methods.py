@@ -24,7 +24,7 @@ from polymoe.problem.activation_quantization import (
 
 __all__ = ["QUANT_METHODS", "Context"]
 
-Target = tuple[Callable[[str], bool], Callable[[], Scheme]]
+_ForModules = tuple[Callable[[str], bool], Callable[[], Scheme]]
 """Which modules have a scheme, and the function that makes it."""
 
 MOST_GROUPS = 1_000
@@ -100,8 +100,8 @@ def _compressed_tensors(context: Context) -> QuantizationConfig:
     """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of
     precedence."""
     keys, where = context.keys, context.keys.place("config_groups")
-    by_name: list[Target] = []
-    by_class: list[Target] = []
+    by_name: list[_ForModules] = []
+    by_class: list[_ForModules] = []
     patterns: list[tuple[str, Callable[[], Scheme]]] = []
     for group in keys.part("config_groups", most=MOST_GROUPS).parts():
         make = partial(_compressed_scheme, group, context.scale_dtype)
@@ -265,7 +265,7 @@ def _auto_round(context: Context) -> QuantizationConfig:
             return _awq_scheme(ConfigReader(merged, keys.where), context.scale_dtype)
         return _gptq_scheme(ConfigReader(merged, keys.where), context.scale_dtype)
 
-    left_out, others = list[str](), list[Target]()
+    left_out, others = list[str](), list[_ForModules]()
     where = keys.place("extra_config")
     for name, part in ((name, keys.part("extra_config").part(name)) for name in keys.mapping("extra_config")):
         if part.integer("bits", default=4, most=64) >= 16:

@@ -33,7 +33,7 @@ from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.formats import FORMATS, QuantTensor
-from polymoe.formats.base import Tile, map_tiles
+from polymoe.formats.base import MatrixTile, map_tiles
 from polymoe.problem.tensors import Expert
 
 __all__ = ["DIALECTS_OF", "SEARCHED_FORMATS", "quantize_checkpoint"]
@@ -408,7 +408,7 @@ class _Report:
 def _errors(w_NK: Tensor, q: QuantTensor, importance_K: Tensor | None) -> tuple[float, float]:
     """The norm of the difference over that of the weights, without and with the importance of columns."""
 
-    def squares(tile: Tile) -> list[float]:
+    def squares(tile: MatrixTile) -> list[float]:
         _, rows, columns = tile
         wanted = w_NK[rows, columns].float()
         stored = q.rows(rows.start, rows.stop).columns(columns.start, columns.stop)

@@ -21,13 +21,13 @@ from polymoe.formats.tensor import QuantTensor, expand_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Format", "Tile", "best_scales", "group_reduce", "map_tiles"]
+__all__ = ["Format", "MatrixTile", "best_scales", "group_reduce", "map_tiles"]
 
 _TILE = 1 << 17
 """Weights that one thread quantizes at a time on a CPU: few enough for its cache, and so many that calls of torch cost
 little beside the work."""
 
-Tile: TypeAlias = "tuple[slice, slice, slice]"
+MatrixTile: TypeAlias = "tuple[slice, slice, slice]"
 """Matrices of a stack, rows, columns."""
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Format:
         stack, rows, columns = w_NK.shape
         found = QuantTensor.empty(self.encoding, rows, columns, w_NK.device, stack=stack)
 
-        def quantize(tile: Tile) -> None:
+        def quantize(tile: MatrixTile) -> None:
             matrices, rows, columns = tile
             part = self._quantize(
                 w_NK[tile].float().contiguous(),
@@ -150,7 +150,7 @@ class Format:
         return expand_groups(scales, self.encoding, w_NK.shape)
 
 
-def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) -> list[tuple[Tile, T]]:
+def map_tiles(function: Callable[[MatrixTile], T], w_ENK: Tensor, encoding: Encoding) -> list[tuple[MatrixTile, T]]:
     """Call a function for each tile of matrices, side by side on the cores of a CPU; elsewhere for all of them at once.
 
     Args:
@@ -169,7 +169,7 @@ def map_tiles(function: Callable[[Tile], T], w_ENK: Tensor, encoding: Encoding) 
 
     inference = torch.is_inference_mode_enabled()
 
-    def in_the_callers_mode(tile: Tile) -> T:
+    def in_the_callers_mode(tile: MatrixTile) -> T:
         with torch.inference_mode(inference):
             return function(tile)
 
@@ -190,7 +190,7 @@ def _alone() -> None:
         set_own_threads(1)
 
 
-def _tiles(w_ENK: Tensor, encoding: Encoding) -> list[Tile]:
+def _tiles(w_ENK: Tensor, encoding: Encoding) -> list[MatrixTile]:
     stack, rows, columns = w_ENK.shape
     g = encoding.granularity
     if w_ENK.device.type != "cpu" or not isinstance(g, PerGroup | PerChannel) or w_ENK.numel() <= _TILE:

@@ -22,7 +22,7 @@ from polymoe.serve.errors import cut_off, failed, unavailable
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import greedy_config
-from polymoe.serve.shared_sampling import SharedSampling, require_parts
+from polymoe.serve.shared_sampling import SharedSampling, require_hooks
 
 __all__ = ["Batching", "ContinuousBatching"]
 
@@ -56,7 +56,7 @@ class Batching:
                 be captured.
         """
         _require_cuda(model)
-        require_parts()
+        require_hooks()
         paged = paged_attention.runs_on(model)
         if graphs and not paged:
             raise UnsupportedProblem(

@@ -19,10 +19,10 @@ from polymoe.engines.transformers.paged_attention import CAPTURED
 from polymoe.serve.sampling import TokenSampler, choose_tokens
 from polymoe.serve.settings import GenerationSettings
 
-__all__ = ["PARTS", "SharedSampling", "require_parts"]
+__all__ = ["HOOKS", "SharedSampling", "require_hooks"]
 
 _WITHIN = "transformers.generation.continuous_batching"
-PARTS = (
+HOOKS = (
     Hook(f"{_WITHIN}.model_runner", "ModelRunner._get_forward_fn", leading=("self", "use_block_table")),
     Hook(f"{_WITHIN}.model_runner", "ModelRunner._sample", leading=("self", "scores", "output_ids")),
     Hook(f"{_WITHIN}.model_runner", "ModelRunner.compute_batch", leading=("self", "model", "batch_data")),
@@ -43,13 +43,13 @@ PARTS = (
 """What this module relies on. Older versions of Transformers do not have it."""
 
 
-def require_parts() -> None:
+def require_hooks() -> None:
     """Check the installed version of Transformers.
 
     Raises:
         UnsupportedProblem: naming the first part that is not as expected.
     """
-    for part, got in differences(PARTS):
+    for part, got in differences(HOOKS):
         raise unsupported(str(part), got)
 
 

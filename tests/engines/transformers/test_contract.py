@@ -21,10 +21,10 @@ import transformers
 
 from polymoe.engines.hooks import Hook
 from polymoe.engines.transformers import contract, install, load
-from polymoe.engines.transformers.contract import PARTS, checked_call, require_contract, require_experts
+from polymoe.engines.transformers.contract import HOOKS, checked_call, require_contract, require_experts
 from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily, pack_modules
 from polymoe.errors import UnsupportedProblem
-from polymoe.serve.shared_sampling import PARTS as SHARED_SAMPLING
+from polymoe.serve.shared_sampling import HOOKS as SHARED_SAMPLING
 from support.packed_model import CHECKPOINT
 from support.tiny_models import KNOWS_CONVERSIONS
 
@@ -87,7 +87,7 @@ ATTRIBUTES = {
 NOT_THEIRS = {"_buffers", "_dynamo", "_flash_attention_forward", "_unset_keepalive_if_required"}  # of torch, uvicorn
 
 
-@pytest.mark.parametrize("part", [*PARTS, *SERVER, *OTHERS, *CONVERSIONS], ids=str)
+@pytest.mark.parametrize("part", [*HOOKS, *SERVER, *OTHERS, *CONVERSIONS], ids=str)
 def test_the_installed_version_keeps_to_it(part: Hook) -> None:
     if part in SERVER:
         pytest.importorskip("openai")
@@ -102,14 +102,14 @@ def trees() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def test_every_import_from_within_transformers_is_listed() -> None:
-    listed = [part.path for part in (*PARTS, *SERVER, *OTHERS, *CONVERSIONS)]
+    listed = [part.path for part in (*HOOKS, *SERVER, *OTHERS, *CONVERSIONS)]
     missing = []
     for _, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 missing += [n for n in names if not any(f"{p}.".startswith(f"{n}.") for p in listed)]
-    assert not missing, f"not in contract.PARTS: {missing}"
+    assert not missing, f"not in contract.HOOKS: {missing}"
 
 
 def test_every_private_attribute_is_listed() -> None:
@@ -127,7 +127,7 @@ def test_every_private_attribute_is_listed() -> None:
                     own.add(node.attr)
                 elif theirs:
                     used[node.attr] = str(path.relative_to(ROOT))
-    listed = {name for part in (*PARTS, *SERVER) for name in part.path.split(".")} | ATTRIBUTES.keys() | NOT_THEIRS
+    listed = {name for part in (*HOOKS, *SERVER) for name in part.path.split(".")} | ATTRIBUTES.keys() | NOT_THEIRS
     assert {name: place for name, place in used.items() if name not in own | listed} == {}
 
 

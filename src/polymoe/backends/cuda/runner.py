@@ -14,7 +14,7 @@ from polymoe.backends.cuda.families import families_for, layout_on, weight_forma
 from polymoe.errors import PlanError
 from polymoe.formats import Encoding
 from polymoe.kernels.cuda.launch.args import E4M3_ROWS, dtype_number
-from polymoe.kernels.cuda.launch.call import Call, add_rows
+from polymoe.kernels.cuda.launch.call import PreparedCall, add_rows
 from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
 from polymoe.kernels.cuda.launch.shape import CallShape, Tiles
 from polymoe.kernels.cuda.pipelines import Budget, e4m3_row_bytes
@@ -68,7 +68,7 @@ class CudaRunner(RunnerBase):
         self._layer = _layer(problem, packed, gpu.multi_processor_count, target, budget)
         self._bfloat16 = not problem.activations.quantized
         self._first_expert = problem.spec.first_expert
-        self._free: dict[CudaConfig, list[Call]] = {}
+        self._free: dict[CudaConfig, list[PreparedCall]] = {}
         index = device.index
         if device.type == "cuda" and index is None:
             index = torch.cuda.current_device()
@@ -109,7 +109,7 @@ class CudaRunner(RunnerBase):
         try:
             launches = free.pop()
         except IndexError:  # the first call, or other threads use all prepared launches
-            launches = Call(self._layer, config.kernels, _tiles(config))
+            launches = PreparedCall(self._layer, config.kernels, _tiles(config))
         tokens, top_k = shape
         quantized = x_scales is not None
         if launches.shape != (tokens, top_k, quantized):

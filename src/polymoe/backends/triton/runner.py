@@ -30,7 +30,7 @@ from polymoe.kernels.triton.grouped_gemm_block_scaled import grouped_gemm_block_
 from polymoe.kernels.triton.grouped_gemm_short_k import MAX_STEPS, grouped_gemm_short_k
 from polymoe.kernels.triton.hooks import hooks_without_functions
 from polymoe.kernels.triton.permute import Permutation, permutation_words, permute
-from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quantization, activate_and_quantize
+from polymoe.kernels.triton.quantize import AS_GIVEN, OPERANDS, Operand, Quantization, activate_and_quantize
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
@@ -125,7 +125,7 @@ class TritonRunner(RunnerBase):
                 group = self.problem.activations.group_columns or 1
                 x_TH = x_TH.float() * x_scales.repeat_interleave(group, 1)[:, : x_TH.shape[1]]
             if not config.block_scaled:  # which rounds the products to themselves
-                x_TH, x_quantization = x_TH.to(operands[0]), UNQUANTIZED
+                x_TH, x_quantization = x_TH.to(operands[0]), AS_GIVEN
         static = x_quantization.mode == "static"
         as_it_is = x_quantization.mode == "none" and planes == 1 and x_TH.dtype == operands[0]
         converted = None if as_it_is and x_TH.is_contiguous() else x_quantization
@@ -139,7 +139,7 @@ class TritonRunner(RunnerBase):
             memory["permutation"], ids_TA, first_expert, experts, config.block_m, x_TH, x, x_quantization, pdl=pdl
         )
         values, scales = (x_TH, x_TH) if x is None else (x.values, x.scales)
-        if x_scales is not None and x_quantization is UNQUANTIZED:
+        if x_scales is not None and x_quantization is AS_GIVEN:
             scales = x_scales
 
         parts = memory.get("parts")

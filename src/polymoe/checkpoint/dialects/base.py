@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "DTYPES",
     "SCALE_NAMES",
+    "STORED_DTYPES",
     "Dialect",
     "divided",
     "expect",
@@ -37,7 +37,7 @@ __all__ = [
     "stored_matrix",
 ]
 
-DTYPES = Dtypes(
+STORED_DTYPES = Dtypes(
     U8="uint8", I8="int8", I32="int32", I64="int64",
     F8_E4M3="float8_e4m3fn", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16", F32="float32",
 )  # fmt: skip
@@ -135,7 +135,9 @@ class Dialect(ABC):
 
 def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:
     """Return the header of each tensor as safetensors would store it."""
-    return {suffix: Header(DTYPES.name_of(t.dtype) or str(t.dtype), tuple(t.shape)) for suffix, t in tensors.items()}
+    return {
+        suffix: Header(STORED_DTYPES.name_of(t.dtype) or str(t.dtype), tuple(t.shape)) for suffix, t in tensors.items()
+    }
 
 
 def expect(
@@ -168,7 +170,7 @@ def expect_number(headers: Mapping[str, Header], suffix: str) -> Header:
 
 def stored_matrix(headers: Mapping[str, Header], suffix: str) -> tuple[int, int]:
     """Return the suffix's shape, which must have two axes."""
-    shape = expect(headers, suffix, tuple(DTYPES)).shape
+    shape = expect(headers, suffix, tuple(STORED_DTYPES)).shape
     if len(shape) != 2:
         raise FormatError(suffix, expected="a matrix", got=f"shape {list(shape)}")
     return shape[0], shape[1]
@@ -215,7 +217,7 @@ def stored_as(tensors: Mapping[str, Tensor], headers: Mapping[str, Header]) -> d
         if header is None:
             result[suffix] = tensor
             continue
-        dtype = DTYPES[header.dtype]
+        dtype = STORED_DTYPES[header.dtype]
         if suffix == "weight_shape":
             tensor = tensor.to(dtype)
         elif dtype.itemsize == tensor.dtype.itemsize and dtype != tensor.dtype:
@@ -224,7 +226,7 @@ def stored_as(tensors: Mapping[str, Tensor], headers: Mapping[str, Header]) -> d
             raise FormatError(
                 suffix,
                 expected=f"{header.dtype} {list(header.shape)}",
-                got=f"{DTYPES.name_of(tensor.dtype)} {list(tensor.shape)}",
+                got=f"{STORED_DTYPES.name_of(tensor.dtype)} {list(tensor.shape)}",
             )
         result[suffix] = tensor.reshape(header.shape)
     return result

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from polymoe.checkpoint.dialects.base import (
-    DTYPES,
     SCALE_NAMES,
+    STORED_DTYPES,
     Dialect,
     divided,
     expect,
@@ -37,7 +37,7 @@ class Fp4(Dialect):
 
     Attributes:
         codes, scale: suffixes.
-        code_dtype, scale_dtype: their usual stored dtypes, of ``DTYPES``; bytes are reinterpreted, never cast.
+        code_dtype, scale_dtype: their usual stored dtypes, of ``STORED_DTYPES``; bytes are reinterpreted, never cast.
         blocked: codes are stored [N, K/g, g/2], a group's bytes as one more axis (gpt-oss).
         global_scale: suffix of the float32 scale of the whole matrix (NVFP4), or None (MXFP4).
         input: suffix of the static activation scale, or None.
@@ -111,10 +111,10 @@ class Fp4(Dialect):
         if e.element != "e2m1" or e.global_scale != (self.global_scale is not None) or matrix.scales is None:
             raise self._refuse(e, "nvfp4" if self.global_scale else "mxfp4")
         require_whole_groups(matrix, self.scale)
-        codes = matrix.codes.view(DTYPES[self.code_dtype])
+        codes = matrix.codes.view(STORED_DTYPES[self.code_dtype])
         if self.blocked:
             codes = codes.unflatten(-1, (matrix.scales.shape[-1], -1))
-        stored = {self.codes: codes, self.scale: matrix.scales.view(DTYPES[self.scale_dtype])}
+        stored = {self.codes: codes, self.scale: matrix.scales.view(STORED_DTYPES[self.scale_dtype])}
         if self.global_scale and matrix.global_scale is not None:
             stored[self.global_scale] = self._single(matrix.global_scale)
         if self.input and input_scale is not None:

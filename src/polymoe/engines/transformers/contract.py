@@ -20,10 +20,10 @@ from polymoe.checkpoint.architectures.interface import NEWEST, require_experts, 
 from polymoe.engines.hooks import Hook, differences
 from polymoe.problem.call import DTYPES
 
-__all__ = ["NEWEST", "PARTS", "checked_call", "require_contract", "require_experts", "unsupported"]
+__all__ = ["HOOKS", "NEWEST", "checked_call", "require_contract", "require_experts", "unsupported"]
 
 
-PARTS = (
+HOOKS = (
     # load and install
     Hook(
         "transformers.modeling_utils",
@@ -124,7 +124,7 @@ def _difference() -> tuple[str, str] | None:
             "tested with",
             stacklevel=4,
         )
-    return next(((str(part), got) for part, got in differences(PARTS)), None)
+    return next(((str(part), got) for part, got in differences(HOOKS)), None)
 
 
 def checked_call(where: str, args: tuple[Any, ...], others: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import ceil_div, launch_options, pdl_wait_and_launch
-from polymoe.kernels.triton.quantize import UNQUANTIZED, Operand, Quantization, convert_rows
+from polymoe.kernels.triton.quantize import AS_GIVEN, Operand, Quantization, convert_rows
 
 __all__ = ["Permutation", "max_tiles", "permutation_words", "permute"]
 
@@ -72,7 +72,7 @@ def permutation_words(rows: int, experts: int, block_m: int) -> int:
 
 def permute(
     buffer: Tensor, ids_TA: Tensor, first_expert: int, experts: int, block_m: int, x_TH: Tensor | None = None,
-    operand: Operand | None = None, quantization: Quantization = UNQUANTIZED, *, pdl: bool = False,
+    operand: Operand | None = None, quantization: Quantization = AS_GIVEN, *, pdl: bool = False,
 ) -> Permutation:  # fmt: skip
     """Sort expanded rows by expert, on the ids' device, without synchronizing.
 

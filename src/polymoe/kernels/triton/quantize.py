@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, ceil_div, launch_options, pdl_wait_and_launch, round_e4m3
 
-__all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
+__all__ = ["AS_GIVEN", "OPERANDS", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
 
 OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Types of MMA operands, as Triton names them."""
@@ -42,7 +42,7 @@ class Quantization:
     group: int | None = None
 
 
-UNQUANTIZED = Quantization()
+AS_GIVEN = Quantization()
 
 
 @dataclass(frozen=True, slots=True)

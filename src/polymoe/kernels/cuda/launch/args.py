@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DTYPES",
     "E4M3_ROWS",
+    "NUMBERED_DTYPES",
     "FewRowsArgs",
     "FinalizeArgs",
     "GemmArgs",
@@ -26,7 +26,7 @@ __all__ = [
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 
-DTYPES = ("bfloat16", "float16", "float32")
+NUMBERED_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of x and the output, by name."""
 
 E4M3_ROWS = 3
@@ -35,8 +35,8 @@ E4M3_ROWS = 3
 
 @cache
 def dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of a dtype of :data:`DTYPES`. A bias has this number plus 1, or 0 where there is no bias."""
-    return DTYPES.index(str(dtype).removeprefix("torch."))
+    """Return the number of a dtype of :data:`NUMBERED_DTYPES`. A bias has it plus 1, or 0 where there is no bias."""
+    return NUMBERED_DTYPES.index(str(dtype).removeprefix("torch."))
 
 
 class GemmArgs(ctypes.Structure):

@@ -17,7 +17,7 @@ from polymoe.kernels.cuda.spec import KernelFamily
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Call", "add_rows"]
+__all__ = ["PreparedCall", "add_rows"]
 
 _ARRAYS = frozenset(
     (
@@ -43,7 +43,7 @@ class _Prepared(NamedTuple):
     kinds: list[tuple[Structure, str, int]]
 
 
-class Call:
+class PreparedCall:
     """The launches of a layer's calls in one configuration.
 
     The constructor prepares everything that does not depend on the call, :meth:`resize` everything that depends on the

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polymoe.kernels.cuda.launch.args import DTYPES
+from polymoe.kernels.cuda.launch.args import NUMBERED_DTYPES
 from polymoe.kernels.cuda.launch.layer import Layer, Matrix
 from polymoe.kernels.cuda.launch.steps import FINALIZE, PERMUTATION, GemmInput, Step, gemm_steps
 from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, e4m3_row_bytes, round_up
@@ -194,7 +194,7 @@ def layer_numbers(layer: Layer, family: KernelFamily, tiles: Tiles) -> dict[str,
         "even_tiles": family.even_tiles,
         "hidden": up.k,
         "intermediate": down.k,
-        "float32": DTYPES.index("float32"),
+        "float32": NUMBERED_DTYPES.index("float32"),
         "x_scales": None if up.input_scale is None else up.input_scale.data_ptr(),
         "h_scales": None if down.input_scale is None else down.input_scale.data_ptr(),
         "hidden_ctas": -(-up.k // (_COLUMNS_PER_THREAD * _THREADS)),

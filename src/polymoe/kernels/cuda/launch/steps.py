@@ -2,7 +2,7 @@
 
 A field's value is named: an address or a kind of the call, an array of the workspace, or a number that follows from
 the layer or from the number of tokens (:mod:`.shape`). So are grids, threads and the condition on which a launch is
-made. :class:`~polymoe.kernels.cuda.launch.call.Call` makes them.
+made. :class:`~polymoe.kernels.cuda.launch.call.PreparedCall` makes them.
 """
 
 from __future__ import annotations
