@@ -14,13 +14,19 @@ That is the value times a power of two far below 1, which one exact multiplicati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
 __all__ = [
+    "E2M1_ASM",
     "E2M1_SHIFT",
+    "E4M3_ASM",
+    "E4M3_SCALED_ASM",
     "E4M3_SCALED_SHIFT",
     "E4M3_SHIFT",
+    "INT4_ASM",
     "INT4_EXACT_ASM",
     "INT4_EXACT_HALF_ASM",
     "decode_16bit",
@@ -47,6 +53,65 @@ E4M3_SHIFT = 8
 E4M3_SCALED_SHIFT = 18
 """With E8M0 scales the fast path holds E4M3 weights times 2**-18. Scales from 2**-106 to 2**25 are then exact in
 bfloat16, and larger ones become NaN, as for E2M1_SHIFT."""
+
+
+def _float_asm(word: str, factor: str, mask: str, shifts: Sequence[tuple[int, int]]) -> tl.constexpr:
+    """Assembly that makes a bfloat16 of each code in ``word``, times ``factor``.
+
+    Args:
+        word, factor: operands; the latter may be a number, for both bfloat16 of a register.
+        mask: what of a register exponents and mantissas are, once they are in their places.
+        shifts: for each code, the bits by which its sign moves to the left, and its exponent and mantissa.
+    """
+    steps = ""
+    for output, (sign, magnitude) in enumerate(shifts):
+        direction = "shl" if magnitude > 0 else "shr"
+        steps += f"""
+        shl.b32 s, {word}, {sign};
+        {direction}.b32 m, {word}, {abs(magnitude)};
+        and.b32 m, m, {mask};
+        lop3.b32 m, s, z, m, 0xEA;
+        fma.rn.bf16x2 ${output}, m, f, z;
+        """
+    return tl.constexpr(
+        f"""
+        {{
+        .reg .b32 f, s, m, z;
+        mov.b32 f, {factor};
+        mov.b32 z, 0x80008000;
+        {steps}
+        }}
+        """
+    )
+
+
+E2M1_ASM = _float_asm("$4", "$5", "0x01C001C0", ((12, 6), (8, 2), (4, -2), (0, -6)))
+E4M3_ASM = _float_asm("$2", "0x7B807B80", "0x07F007F0", ((8, 4), (0, -4)))
+E4M3_SCALED_ASM = _float_asm("$2", "$3", "0x07F007F0", ((8, 4), (0, -4)))
+
+
+def _int4_asm(word: str, factor: str, zero: str) -> tl.constexpr:
+    """Assembly that makes a bfloat16 of each code in ``word``: the code plus 128 and ``zero``, times ``factor``."""
+    steps = "".join(
+        f"""
+        shr.u32 a, {word}, {4 * p};
+        and.b32 a, a, 0x000F000F;
+        or.b32 a, a, 0x43004300;
+        fma.rn.bf16x2 a, a, o, {zero};
+        fma.rn.bf16x2 ${p}, a, {factor}, z;
+        """
+        for p in range(4)
+    )
+    return tl.constexpr(
+        f"""
+        {{
+        .reg .b32 a, o, z;
+        mov.b32 o, 0x3F803F80;
+        mov.b32 z, 0x80008000;
+        {steps}
+        }}
+        """
+    )
 
 
 def _exact_asm(factors: str, first: str, rest: str) -> tl.constexpr:
@@ -83,6 +148,7 @@ def _exact_asm(factors: str, first: str, rest: str) -> tl.constexpr:
     )
 
 
+INT4_ASM = _int4_asm("$4", "$5", "$6")
 INT4_EXACT_ASM = _exact_asm("mov.b32 f, $9;", "$10", "")
 INT4_EXACT_HALF_ASM = _exact_asm(
     "prmt.b32 f, $9, $10, 0x5410; prmt.b32 r, $9, $10, 0x7632;", "$11", "fma.rn.bf16x2 ${0}, a, r, ${0};"
@@ -158,31 +224,7 @@ def decode_e2m1(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
         )
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, m, z;
-            mov.b32 z, 0x80008000;
-            shl.b32 s, $4, 12;
-            shl.b32 m, $4, 6;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, s, z, m, 0xEA;
-            fma.rn.bf16x2 $0, m, $5, z;
-            shl.b32 s, $4, 8;
-            shl.b32 m, $4, 2;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, s, z, m, 0xEA;
-            fma.rn.bf16x2 $1, m, $5, z;
-            shl.b32 s, $4, 4;
-            shr.u32 m, $4, 2;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, s, z, m, 0xEA;
-            fma.rn.bf16x2 $2, m, $5, z;
-            shr.u32 m, $4, 6;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, $4, z, m, 0xEA;
-            fma.rn.bf16x2 $3, m, $5, z;
-            }
-            """,
+            E2M1_ASM,
             "=&r,=&r,=&r,=&r,r,r",
             [words, factor],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -213,32 +255,7 @@ def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
     else:
         # 0x4300 | n is the bfloat16 128 + n; `zero` is -(128 + zero point).
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, o, z;
-            mov.b32 o, 0x3F803F80;
-            mov.b32 z, 0x80008000;
-            and.b32 a, $4, 0x000F000F;
-            or.b32 a, a, 0x43004300;
-            fma.rn.bf16x2 a, a, o, $6;
-            fma.rn.bf16x2 $0, a, $5, z;
-            shr.u32 a, $4, 4;
-            and.b32 a, a, 0x000F000F;
-            or.b32 a, a, 0x43004300;
-            fma.rn.bf16x2 a, a, o, $6;
-            fma.rn.bf16x2 $1, a, $5, z;
-            shr.u32 a, $4, 8;
-            and.b32 a, a, 0x000F000F;
-            or.b32 a, a, 0x43004300;
-            fma.rn.bf16x2 a, a, o, $6;
-            fma.rn.bf16x2 $2, a, $5, z;
-            shr.u32 a, $4, 12;
-            and.b32 a, a, 0x000F000F;
-            or.b32 a, a, 0x43004300;
-            fma.rn.bf16x2 a, a, o, $6;
-            fma.rn.bf16x2 $3, a, $5, z;
-            }
-            """,
+            INT4_ASM,
             "=&r,=&r,=&r,=&r,r,r,r",
             [words, factor, zero],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -310,22 +327,7 @@ def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
         return (factor_e4m3(w & 255, True).to(OPERAND), factor_e4m3((w >> 8) & 255, True).to(OPERAND))
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, m, f, z;
-            mov.b32 z, 0x80008000;
-            mov.b32 f, 0x7B807B80;
-            shl.b32 s, $2, 8;
-            shl.b32 m, $2, 4;
-            and.b32 m, m, 0x07F007F0;
-            lop3.b32 m, s, z, m, 0xEA;
-            fma.rn.bf16x2 $0, m, f, z;
-            shr.u32 m, $2, 4;
-            and.b32 m, m, 0x07F007F0;
-            lop3.b32 m, $2, z, m, 0xEA;
-            fma.rn.bf16x2 $1, m, f, z;
-            }
-            """,
+            E4M3_ASM,
             "=&r,=&r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16),
@@ -345,21 +347,7 @@ def decode_e4m3_scaled(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.con
         )
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, m, z;
-            mov.b32 z, 0x80008000;
-            shl.b32 s, $2, 8;
-            shl.b32 m, $2, 4;
-            and.b32 m, m, 0x07F007F0;
-            lop3.b32 m, s, z, m, 0xEA;
-            fma.rn.bf16x2 $0, m, $3, z;
-            shr.u32 m, $2, 4;
-            and.b32 m, m, 0x07F007F0;
-            lop3.b32 m, $2, z, m, 0xEA;
-            fma.rn.bf16x2 $1, m, $3, z;
-            }
-            """,
+            E4M3_SCALED_ASM,
             "=&r,=&r,r,r",
             [words, factor],
             dtype=(tl.bfloat16, tl.bfloat16),

@@ -15,7 +15,7 @@ import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
 from triton.runtime.errors import OutOfResources
 
-__all__ = ["OutOfResources", "epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale"]
+__all__ = ["OutOfResources", "epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale", "tile_rows"]
 
 
 @triton.jit
@@ -147,6 +147,14 @@ def _broadcast_groups(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS
 
 
 @triton.jit
+def tile_rows(first, last, BLOCK_M: tl.constexpr):
+    """Return the rows of a work tile, with the last one in place of those beyond it, and whether each is its own."""
+    row = first + tl.arange(0, BLOCK_M)
+    valid = row < last
+    return tl.minimum(row, last - 1), valid
+
+
+@triton.jit
 def epilogue(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
     bias_share, FACTOR: tl.constexpr, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr,
@@ -239,9 +247,7 @@ def _compute_tile(
     LOOP: tl.constexpr = SCALE_AT == "loop"
     SCALED: tl.constexpr = LOOP or SCALE_AT == "block"
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
-    row = first + tl.arange(0, BLOCK_M)
-    valid = row < last
-    row = tl.minimum(row, last - 1)
+    row, valid = tile_rows(first, last, BLOCK_M)
     if GATHER or SCATTER:
         expanded_row = tl.load(permuted_to_expanded_ptr + row)
     else:

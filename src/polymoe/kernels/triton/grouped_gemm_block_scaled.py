@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
+from polymoe.kernels.triton.grouped_gemm import epilogue, tile_rows
 
 __all__ = ["MX_GROUP", "grouped_gemm_block_scaled"]
 
@@ -77,21 +78,6 @@ def _load_weights(
 
 
 @triton.jit
-def _finished(
-    acc, bias_ptr, expert, n, bias_e, weight,
-    E2M1: tl.constexpr, BIAS: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
-):  # fmt: skip
-    """Return the accumulator [BLOCK_N, BLOCK_M] with what multiplies or adds to whole rows or columns."""
-    if E2M1:
-        acc *= 2.0**_E2M1_SHIFT
-    if ROUTER_WEIGHT_ON_INPUT:
-        acc *= weight[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
-    return acc
-
-
-@triton.jit
 def grouped_gemm_block_scaled(
     x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_bias_ptr, up_ptr, up_scale_ptr, up_bias_ptr,
     permuted_to_expanded_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
@@ -117,9 +103,7 @@ def grouped_gemm_block_scaled(
         return
     first = tl.load(tile_first_ptr + tile)
     last = tl.load(tile_last_ptr + tile)
-    row = first + tl.arange(0, BLOCK_M)
-    valid = row < last
-    row = tl.minimum(row, last - 1)
+    row, valid = tile_rows(first, last, BLOCK_M)
     expanded_row = tl.load(permuted_to_expanded_ptr + row)
     x_row = (expanded_row // top_k if GATHER else row).to(tl.int64)
     out_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -155,9 +139,16 @@ def grouped_gemm_block_scaled(
     weight = valid
     if ROUTER_WEIGHT_ON_INPUT:
         weight = tl.load(weight_ptr + expanded_row)
-    acc = _finished(acc, up_bias_ptr, expert, n, bias_e, weight, E2M1, BIAS, ROUTER_WEIGHT_ON_INPUT)
+    UNSHIFT: tl.constexpr = _E2M1_SHIFT if E2M1 else 0
+    acc = epilogue(
+        acc, None, None, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, valid, weight,
+        1.0, None, False, 1, False, BIAS, UNSHIFT, "none", ROUTER_WEIGHT_ON_INPUT,
+    )  # fmt: skip
     if GATED:
-        gate_acc = _finished(gate_acc, gate_bias_ptr, expert, n, bias_e, weight, E2M1, BIAS, ROUTER_WEIGHT_ON_INPUT)
+        gate_acc = epilogue(
+            gate_acc, None, None, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, valid, weight,
+            1.0, None, False, 1, False, BIAS, UNSHIFT, "none", ROUTER_WEIGHT_ON_INPUT,
+        )  # fmt: skip
     out_row = (expanded_row if SCATTER else row).to(tl.int64)
     out_at = out_ptr + out_row[:, None] * N + out_n[None, :]
     result = activate(gate_acc, acc, ACTIVATION, ALPHA, BETA, LIMIT)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import pdl_wait_and_launch
-from polymoe.kernels.triton.grouped_gemm import epilogue, load_groups, planes_of, step_scale
+from polymoe.kernels.triton.grouped_gemm import epilogue, load_groups, planes_of, step_scale, tile_rows
 
 __all__ = ["MAX_STEPS", "grouped_gemm_short_k"]
 
@@ -79,9 +79,7 @@ def _short_k_tile(
     SCALED: tl.constexpr = LOOP or SCALE_AT == "block"
     BY_STEP: tl.constexpr = SCALE_AT == "block" or X_SCALE == "block"
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
-    row = first + tl.arange(0, BLOCK_M)
-    valid = row < last
-    row = tl.minimum(row, last - 1)
+    row, valid = tile_rows(first, last, BLOCK_M)
     out_row = tl.load(permuted_to_expanded_ptr + row).to(tl.int64)
     x_at = x_ptr + row.to(tl.int64)[None, :] * K
     x_scale_at = x_scale_ptr + row * x_groups
