@@ -22,7 +22,7 @@ from polymoe.engines.hooks import Hook
 from polymoe.engines.serving.sources import SGLANG, VLLM
 from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
 from polymoe.engines.sglang.hooks import HOOKS as SGLANG_HOOKS
-from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS, RUN_HOOK
+from polymoe.engines.vllm.hooks import BALANCE_HOOKS, DEEPEP_HOOKS, MODULAR_HOOKS, RUN_HOOK
 from polymoe.engines.vllm.hooks import HOOKS as VLLM_HOOKS
 
 Sources = Mapping[str, ast.Module]
@@ -68,7 +68,10 @@ def _vllm(sources: Sources) -> dict[str, Any]:
     created = _find(sources, f"{_LAYERS}fused_moe/routed_experts.py", "RoutedExperts.__init__")
     loaded = _find(sources, "vllm/model_executor/model_loader/reload/layerwise.py", "make_online_process_loader")
     return {
-        "hooks": {hook.path: _hook(sources, hook) for hook in (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS, RUN_HOOK)},
+        "hooks": {
+            hook.path: _hook(sources, hook)
+            for hook in (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS, *BALANCE_HOOKS, RUN_HOOK)
+        },
         "methods": _methods(sources, _LAYERS, VLLM),
         "selectors": dict(sorted(_selectors(sources))),
         "order": {
@@ -134,7 +137,8 @@ ENGINES = {
         "vllm",
         ("0.24.0", "0.26.0", ""),
         ("vllm/model_executor/layers/", "vllm/model_executor/model_loader/reload/", "vllm/config/",
-            "vllm/distributed/parallel_state.py", "vllm/v1/worker/worker_base.py",
+            "vllm/distributed/eplb/eplb_state.py", "vllm/distributed/parallel_state.py",
+            "vllm/v1/worker/worker_base.py",
         ),
         _vllm,
     ),

@@ -3,8 +3,8 @@
 ``python vllm_engine.py`` reads jobs from stdin, as JSON lines, and answers each with a line: the answers, vLLM's log,
 and the error if there was one. A job: the model's directory, arguments of ``LLM``, environment variables, directories
 to reload weights from, directories to send weights from (each with a part of names that are left out), the number of
-ranks that run the model on prompts of their own (data parallelism), and environment variables of all ranks but the
-first.
+ranks that run the model on prompts of their own (data parallelism), environment variables of all ranks but the first,
+and how often to ask again.
 """
 
 from __future__ import annotations
@@ -64,15 +64,79 @@ def give_cpus_collectives() -> None:
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
+def let_cpus_balance() -> None:
+    """Let vLLM balance experts (EPLB) on CPUs: elsewhere than on GPUs it refuses to, maps no ids to the copies of their
+    experts, and its model runner sets nothing up. What moves experts is vLLM's own."""
+    from types import SimpleNamespace
+
+    import torch
+    from torch import Tensor
+    from vllm.config import parallel
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.model_executor.layers.fused_moe.router import base_router
+    from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    platform, load = parallel.current_platform, CPUModelRunner.load_model
+
+    class Platform:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(platform, name)
+
+        def is_cuda_alike(self) -> bool:
+            return True
+
+    def map_and_record(
+        topk_ids: Tensor,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        ids = topk_ids.long()
+        copy = torch.arange(len(ids))[:, None] % logical_replica_count[ids]
+        found = logical_to_physical_map[ids, copy]
+        expert_load_view.scatter_add_(0, found.flatten(), torch.ones(found.numel(), dtype=expert_load_view.dtype))
+        return found.to(topk_ids.dtype)
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        torch.Event.elapsed_time = lambda *_: 0.0  # pyright: ignore  # of vLLM's own events of CPUs
+        self.eplb_state = EplbState(self.parallel_config, self.device)
+        self._moe_model = get_mixture_of_experts_model(self.model)
+        self.eplb_state.add_model(self._moe_model, self.model_config)
+
+    parallel.current_platform = Platform()
+    base_router.eplb_map_to_physical_and_record = map_and_record
+    torch.accelerator.current_stream = lambda *_: SimpleNamespace(synchronize=lambda: None)
+    CPUModelRunner.load_model = load_model
+
+
+def say_where_experts_are(worker: Any) -> None:
+    """Print the experts of each layer in the order of their places, on the first rank."""
+    from vllm.distributed.parallel_state import get_ep_group
+
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    if get_ep_group().rank_in_group == 0:
+        print(f"experts held: {state.physical_to_logical_map.tolist()}", flush=True)
+
+
 def run(job: dict[str, Any], rank: int = 0) -> list[list[str]]:
     """Start an engine and ask it, and again after each reload."""
     from vllm import LLM
 
     if job.get("ranks", 1) > 1:
         give_cpus_collectives()
+    balanced = job.get("options", {}).get("enable_eplb")
+    if balanced:
+        let_cpus_balance()
     given = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 8, "disable_log_stats": True}
     llm = LLM(job["model"], **{**given, **job.get("options", {})})
-    found = [answers(llm, rank)]
+    found = []
+    for _ in range(1 + job.get("again", 0)):
+        found.append(answers(llm, rank))
+        if balanced:
+            llm.collective_rpc(say_where_experts_are)
     for path in job.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         found.append(answers(llm))

@@ -20,9 +20,10 @@ from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.host_store import HostStore
 from polymoe.layer.load_check import check_layer
+from polymoe.layer.rows import require_rows, rows_as_bytes
 from polymoe.layer.runtime import LayerRuntime, on_device, refuse_gradient
 from polymoe.layer.slots import CpuSlots, GpuSlots, run_in_waves
-from polymoe.layer.sweep import Buffer, SharedBuffers, after, rows_as_bytes
+from polymoe.layer.sweep import Buffer, SharedBuffers, after
 from polymoe.layouts import Packed
 from polymoe.layouts.staging import ordinary_tensors
 from polymoe.machine.link import links
@@ -39,10 +40,6 @@ __all__ = [
     "slots_in",
     "slots_of",
 ]
-
-_BACKENDS = ("cuda", "triton", "torch", "reference")
-"""Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
-
 
 _NEARLY_ALL = 0.95
 """Share of a layer's experts that a call needs, from which on all of the next layer's are copied ahead: what it does
@@ -93,7 +90,8 @@ class OffloadedExperts(FusedExperts):
     def __init__(self, resident: FusedExperts, slots: int) -> None:
         problem, packed, choice = resident.problem, resident.packed, resident._plans.request
         require_slots(problem, slots)
-        _require_rows(resident)
+        hint = 'load with backend="cuda" or backend="triton"'
+        require_rows(resident.explain(), packed, "experts in host memory", hint)
         with ordinary_tensors():
             self._host = HostStore(packed)
             rows = {name: t.new_empty(slots, *t.shape[1:]) for name, t in packed.tensors.items()}
@@ -395,19 +393,3 @@ def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int) -> int:
             got=format_bytes(max(memory, 0)),
         )
     return int((memory - whole) / slot)
-
-
-def _require_rows(resident: FusedExperts) -> None:
-    problem, packed = resident.problem, resident.packed
-    where = "experts in host memory"
-    for step in resident.explain().require().steps:
-        if step.backend not in _BACKENDS:
-            hint = 'load with backend="cuda" or backend="triton"'
-            raise UnsupportedProblem(where, expected=f"backend {' or '.join(_BACKENDS)}", got=step.backend, hint=hint)
-    for name, tensor in packed.tensors.items():
-        if tensor.dim() < 1 or len(tensor) != problem.spec.local_experts:
-            got = f"{name} {list(tensor.shape)} in layout {packed.layout}"
-            raise UnsupportedProblem(where, expected="packed tensors with a row for each expert", got=got)
-    if problem.activations.global_scale:
-        expected = "activations whose scales belong to one expert"
-        raise UnsupportedProblem(where, expected=expected, got=str(problem.activations))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.layouts.staging import ordinary_tensors
 
-__all__ = ["Buffer", "CopyStream", "SharedBuffers", "after", "rows_as_bytes"]
+__all__ = ["Buffer", "CopyStream", "SharedBuffers", "after"]
 
 _PIECE_BYTES = 128 * 1024
 """A tensor of fewer bytes for each of the copies that its missing rows need is copied as a whole."""
@@ -200,8 +200,3 @@ def _ranges(experts: Sequence[int]) -> Iterator[tuple[int, int]]:
         if at == len(experts) or experts[at] != experts[at - 1] + 1:
             yield experts[start], experts[at - 1] + 1
             start = at
-
-
-def rows_as_bytes(tensor: Tensor) -> Tensor:
-    """A view of contiguous rows as bytes, [rows, bytes of a row]."""
-    return tensor.flatten(1).view(torch.uint8) if tensor.dim() > 1 else tensor[:, None].view(torch.uint8)

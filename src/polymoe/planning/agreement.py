@@ -17,6 +17,7 @@ from polymoe.common.units import format_tokens
 from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
+from polymoe.problem.scale_range import ScaleRange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +32,12 @@ _EVERYWHERE = ("polymoe", "runs", "question")
 
 
 def require_agreement(
-    selection: Selection | None, group: ProcessGroup | Gather, where: str = "experts", *, slots: int | None = None
+    selection: Selection | None,
+    group: ProcessGroup | Gather,
+    where: str = "experts",
+    *,
+    slots: int | None = None,
+    scales: bool = False,
 ) -> None:
     """Compare this rank's selection with those of all other ranks of its group.
 
@@ -45,6 +51,7 @@ def require_agreement(
         group: a process group of torch.distributed, or a function that gathers bytes.
         where: the layer's name for the message.
         slots: of experts in host memory; None for experts on the GPU.
+        scales: whether the scales must be in the same range, as where ranks give each other experts.
 
     Raises:
         PlanError: on every rank, unless all agree.
@@ -52,7 +59,7 @@ def require_agreement(
     if not callable(group):
         _meet(group, where)
     gather = group if callable(group) else _gather_of(group)
-    mine = json.dumps(_statement(selection, slots)).encode()
+    mine = json.dumps(_statement(selection, slots, scales)).encode()
     stated: list[Mapping[str, str]] = [parse_json(content) for content in gather(mine)]
     for name in _EVERYWHERE:
         _compare(where, {rank: s[name] for rank, s in enumerate(stated)})
@@ -60,7 +67,7 @@ def require_agreement(
         _compare(where, {rank: s["plan"] for rank, s in enumerate(stated) if s["sizes"] == sizes})
 
 
-def _statement(selection: Selection | None, slots: int | None) -> dict[str, str]:
+def _statement(selection: Selection | None, slots: int | None, scales: bool) -> dict[str, str]:
     """What is compared: facts that are the same on every rank, and those that depend on the size of its part."""
     from polymoe import __version__
 
@@ -70,6 +77,8 @@ def _statement(selection: Selection | None, slots: int | None) -> dict[str, str]
     s, plan = selection.problem.spec, selection.plan
     steps = [f"{format_tokens(tokens)}: {step.backend} ({step.config})" for tokens, step in plan.ranges()]
     asked = f"role {selection.role}, backend {selection.requested}"
+    if scales:
+        asked += f", {selection.problem.scales or ScaleRange()}"
     return {
         **stated,
         "runs": "polymoe runs them" + ("" if slots is None else f" in {slots} slots"),

@@ -48,6 +48,7 @@ def ask() -> Iterator[Ask]:
             reload: tuple[Path, ...] = (),
             sent: tuple[tuple[Path, str], ...] = (),
             ranks: int = 1,
+            again: int = 0,
             others: dict[str, str] | None = None,
             polymoe: str = "require",
             **changes: Any,
@@ -55,7 +56,12 @@ def ask() -> Iterator[Ask]:
             environment = {"POLYMOE": polymoe, **changes.pop("environment", {})}
             options = {**ONE_PROCESS, **changes} if "tensor_parallel_size" not in changes else changes
             job = {"model": str(model), "options": options, "environment": environment, "reload": [*map(str, reload)]}
-            job |= {"ranks": ranks, "others": others or {}, "sent": [(str(path), without) for path, without in sent]}
+            job |= {
+                "ranks": ranks,
+                "again": again,
+                "others": others or {},
+                "sent": [(str(path), without) for path, without in sent],
+            }
             run.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
             run.stdin.flush()  # type: ignore[union-attr]
             return json.loads(run.stdout.readline())  # type: ignore[union-attr]
@@ -193,6 +199,32 @@ def test_vllm_does_not_run_on_half_of_the_new_weights(ask: Ask, written: Callabl
     found = ask(written("FP8 by channel"), sent=((written("BF16"), without),))
     assert "expected new weights of all layers before the next request" in found["log"]
     assert "model.layers.1.mlp.experts" in found["log"]
+    assert found["error"]
+
+
+BALANCED = {
+    "ranks": 2,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 3, "window_size": 8, "step_interval": 8, "use_async": False},
+}
+
+
+@pytest.mark.parametrize("format", ["FP8 in blocks", "NVFP4"])
+def test_answers_while_experts_move_between_ranks(ask: Ask, written: Callable[[str], Path], format: str) -> None:
+    """Five experts and three copies; each rank holds four, and others after each eight steps."""
+    found = ask(written(format), again=2, **BALANCED)
+    assert answers(found) == [SUMS] * 3
+    assert found["others"] == [[SUMS[2:]] * 3]
+    held = [line.partition("experts held: ")[2] for line in found["log"].splitlines() if "experts held: " in line]
+    assert len(held) == 3
+    assert len(set(held)) > 1
+    assert "E=8 A=2" in found["log"]
+
+
+def test_new_weights_are_refused_where_experts_move(ask: Ask, written: Callable[[str], Path]) -> None:
+    found = ask(written("FP8 in blocks"), reload=(written("FP8 in blocks"),), **BALANCED)
+    assert "expected experts where they were loaded, got load balancing of experts (EPLB)" in found["log"]
     assert found["error"]
 
 

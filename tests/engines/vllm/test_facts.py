@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.vllm.facts import facts_of, refusals, role_of
+from polymoe.engines.vllm import facts as facts_module
+from polymoe.engines.vllm.facts import facts_of, is_elastic, refusals, role_of
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 
 WHERE = "model.layers.3.mlp.experts"
@@ -83,7 +84,6 @@ SHARED = SimpleNamespace(num_fused_shared_experts=1, expert_map=None)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"moe": moe_config(moe_parallel_config=parallel(enable_eplb=True))}, "load balancing of experts (EPLB)"),
         ({"moe": moe_config(moe_backend="marlin")}, "--moe-backend: expects auto, got marlin"),
         ({"moe": moe_config(is_lora_enabled=True)}, "LoRA"),
         ({"of": layer(expert_map_manager=SHARED)}, "shared experts among the routed ones: expects 0, got 1"),
@@ -111,6 +111,25 @@ SHARED = SimpleNamespace(num_fused_shared_experts=1, expert_map=None)
 def test_reasons_why_vllm_keeps_a_layer(given: dict[str, Any], said: str) -> None:
     (reason,) = reasons(**given)
     assert reason.startswith(said)
+
+
+def test_what_load_balancing_rules_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    balanced = moe_config(moe_parallel_config=parallel(enable_eplb=True, ep_size=2))
+    monkeypatch.setattr(facts_module, "missing_hooks", lambda _: ())
+    assert reasons(balanced) == []
+    elastic = vllm_config(parallel_config=SimpleNamespace(enable_elastic_ep=True))
+    assert is_elastic(elastic)
+    assert not is_elastic(vllm_config())
+    settings = EngineSettings(layers="0-7", expert_memory="4slots")
+    assert reasons(balanced, elastic, settings=settings) == [
+        "elastic expert parallelism: not supported",
+        "POLYMOE_LAYERS: expects none with --enable-eplb, got 0-7",
+        "POLYMOE_EXPERT_MEMORY: expects none with --enable-eplb, got 4slots",
+    ]
+    monkeypatch.setattr(facts_module, "missing_hooks", lambda hooks: (hooks[0].path,))
+    (lacks,) = reasons(balanced)
+    assert lacks.startswith("load balancing of experts (EPLB) in a vLLM without vllm.")
+    assert lacks.endswith("RoutedExperts.get_expert_weights: not supported")
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_it_says_what_no_backend_runs(machine: str, monkeypatch: pytest.MonkeyPa
     assert supported(form=FusedMoEActivationFormat.BatchedExperts) is not None
     assert supported(moe=config(MODEL, 2)) is None
     balanced = config(MODEL, 2, enable_eplb=True)
-    assert "enable_eplb=True" in str(supported(moe=balanced))
+    assert supported(moe=balanced) is None
     exchanged = {"use_ep": True, "all2all_backend": "deepep_low_latency"}
     assert "deepep_low_latency" in str(supported(moe=config(MODEL, 2, **exchanged)))
     other = config(MODEL, 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
 from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.layer.rows import need_rows
 from polymoe.layer.runtime import PlanRequest
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
@@ -21,7 +22,10 @@ from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 
-__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "method_facts", "reason_of"]
+__all__ = ["BALANCING", "LayerFacts", "LayerPlan", "judge_layer", "method_facts", "reason_of"]
+
+BALANCING = "load balancing of experts (EPLB)"
+"""What engines move experts between ranks for, in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +47,7 @@ class LayerFacts:
         top_k, weight_on, dtype: as in a :class:`~polymoe.problem.Problem`, the dtype as torch's.
         tp, ep: sizes of the parallel groups.
         batch_invariant: whether the engine promises results that do not depend on the rest of the batch.
+        balanced: whether the engine moves experts between ranks while it runs (EPLB).
         refused: what the engine does in this layer that its adapter does not serve.
     """
 
@@ -65,6 +70,7 @@ class LayerFacts:
     tp: int = 1
     ep: int = 1
     batch_invariant: bool = False
+    balanced: bool = False
     refused: tuple[Reason, ...] = ()
 
 
@@ -158,6 +164,11 @@ def _judge(
                 for reason in verdict.reasons
             )
         )
+    if facts.balanced:
+        reasons = Reasons()
+        need_rows(reasons, selection)
+        if reasons.found:
+            return Rejected(tuple(replace(r, what=f"{BALANCING}, {r.what}") for r in reasons.found))
     return LayerPlan(problem, experts, selection, facts.first_expert is None)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polymoe.engines.hooks import missing_hooks
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
-from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
+from polymoe.engines.serving.stand_aside import BALANCING, LayerFacts, method_facts
+from polymoe.engines.vllm.hooks import BALANCE_HOOKS
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.problem.verdict import Reasons
 
@@ -20,6 +22,7 @@ __all__ = [
     "exchanges_rows",
     "facts_of",
     "gathers",
+    "is_elastic",
     "needs_kernel",
     "refusals",
     "role_of",
@@ -56,7 +59,8 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
     settings.need_included(reasons, where)
     reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
     reasons.need(not moe.is_lora_enabled, "LoRA")
-    reasons.need(not parallel.enable_eplb, "load balancing of experts (EPLB)")
+    if parallel.enable_eplb:
+        _need_balanced(reasons, config, settings)
     if needs_kernel(parallel):
         backend = parallel.all2all_backend
         if backend in _EXCHANGED and settings.mode == "require":  # never run with one of these packages
@@ -83,6 +87,22 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
     moved = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
     reasons.need(not moved, "offloading of weights to the CPU")
     return reasons
+
+
+def _need_balanced(reasons: Reasons, config: Any, settings: EngineSettings) -> None:
+    """Add to ``reasons`` what experts that vLLM moves between ranks cannot have: all layers of a model move alike, in
+    GPU memory, on ranks that stay."""
+    reasons.need(not is_elastic(config), "elastic expert parallelism")
+    none = "none with --enable-eplb"
+    reasons.need(settings.layers is None, "POLYMOE_LAYERS", none, settings.layers)
+    reasons.need(settings.expert_memory is None, "POLYMOE_EXPERT_MEMORY", none, settings.expert_memory)
+    for lack in missing_hooks(BALANCE_HOOKS):
+        reasons.need(False, f"{BALANCING} in a vLLM without {lack}")
+
+
+def is_elastic(config: Any) -> bool:
+    """Whether ranks come and go while this engine runs, by its ``VllmConfig``."""
+    return bool(getattr(getattr(config, "parallel_config", None), "enable_elastic_ep", False))
 
 
 def needs_kernel(parallel: Any) -> bool:
@@ -165,6 +185,7 @@ def facts_of(
         tp=parallel.tp_size,
         ep=parallel.ep_size,
         batch_invariant=invariant,
+        balanced=parallel.enable_eplb,
         refused=tuple(reasons.found),
     )
 

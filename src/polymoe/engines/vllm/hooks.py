@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polymoe.engines.hooks import Hook
 
-__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "RUN_HOOK", "SELECTORS"]
+__all__ = ["BALANCE_HOOKS", "DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "RUN_HOOK", "SELECTORS"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -84,6 +84,12 @@ HOOKS: tuple[Hook, ...] = (
 
 RUN_HOOK = Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model", ("self", "scheduler_output"))
 """Wrapped when new weights arrive in 16 bits: the model must not run until all of them have come."""
+
+BALANCE_HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts.get_expert_weights", ("self",)),
+    Hook("vllm.distributed.eplb.eplb_state", "EplbState.add_model", ("self", "model", "model_config")),
+)
+"""What is used besides with ``--enable-eplb``: replaced in each layer, and wrapped."""
 
 _PREPARE = (
     "self", "a1", "topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input",

@@ -21,7 +21,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
+from polymoe.engines.serving.stand_aside import BALANCING
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
+from polymoe.engines.vllm.balancing import let_experts_move
 from polymoe.engines.vllm.facts import gathers
 from polymoe.engines.vllm.model_runs import guard_model_runs
 from polymoe.errors import UnsupportedProblem
@@ -39,7 +41,7 @@ class PackedMethod(TakenOver):
     is_monolithic = False
     skip_forward_padding = False
     has_unpadded_output = False
-    supports_eplb = False
+    supports_eplb = True
 
     cleared: set[str]
     moe_kernel: Any
@@ -97,6 +99,26 @@ class PackedMethod(TakenOver):
             from polymoe.engines.vllm.modular import modular_kernel
 
             self.moe_kernel = modular_kernel(self, layer)
+        if self.is_balanced(layer):
+            let_experts_move(self, layer)
+
+    def is_balanced(self, layer: Any) -> bool:
+        """Whether vLLM moves the experts of ``layer`` between ranks while it runs."""
+        return layer.moe_config.moe_parallel_config.enable_eplb
+
+    def require_places(self, layer: Any) -> None:
+        """Refuse new weights of a packed layer whose experts may have moved.
+
+        Raises:
+            UnsupportedProblem: vLLM loads each expert to the place that it had at first, and tells nobody.
+        """
+        if self.updated and self.is_balanced(layer):
+            raise UnsupportedProblem(
+                f"new weights of {self.packed.where}",
+                expected="experts where they were loaded",
+                got=f"{BALANCING}, which may have moved them",
+                hint="start the engine again with the new weights, or without --enable-eplb",
+            )
 
     def _end(self, layer: Any) -> None:
         """Drop vLLM's tensors. What comes after the layer is complete is still looked for by name: other ranks'
@@ -180,6 +202,7 @@ def _load(
     if done or method.is_plain(name, loaded_weight):
         success = _load_plain(layer, param, name, loaded_weight, shard_id, expert_id, done=done)
         return success if return_success else None
+    method.require_places(layer)
     if not param.is_meta and name not in method.cleared:
         param.data.zero_()
         method.cleared.add(name)
@@ -210,6 +233,7 @@ def _load_plain(
     place = expert if expert is None or layer.expert_map is None else int(layer.expert_map[expert])
     if place == -1:  # another rank's
         return False
+    method.require_places(layer)
     if not param.is_meta and not done:  # the reload hands over again what has arrived
         return True
     if not method.updates.pending:

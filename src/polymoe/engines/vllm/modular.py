@@ -150,7 +150,7 @@ class ModularExperts(FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return not moe_parallel_config.enable_eplb and exchanges_rows(moe_parallel_config)
+        return exchanges_rows(moe_parallel_config)
 
     @staticmethod
     def _supports_batch_invariance() -> bool:

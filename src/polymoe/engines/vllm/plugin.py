@@ -16,7 +16,7 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts
-from polymoe.engines.vllm.facts import created_tensors, facts_of, gathers, refusals, role_of
+from polymoe.engines.vllm.facts import created_tensors, facts_of, gathers, is_elastic, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import missing_plain_backends, neutral_choice
 
@@ -103,7 +103,7 @@ class MethodChooser(LayerChooser):
             role=role_of(config),
             load_format=str(getattr(config.load_config, "load_format", "auto")),
             first_rank=_first_rank(moe),
-            ranks=_ranks(moe),
+            ranks=_ranks(moe, config),
         )
         return make() if ours is None else ours
 
@@ -120,13 +120,13 @@ def _batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def _ranks(moe: Any) -> Any:
+def _ranks(moe: Any, config: Any) -> Any:
     """The group of the ranks that share a layer's experts: of tensor, data and expert parallelism; None for one."""
     from vllm.distributed.parallel_state import get_ep_group  # pyright: ignore
 
     parallel = moe.moe_parallel_config
-    # With load balancing, which polymoe leaves to vLLM, the group may be one that torch does not know.
-    alone = parallel.tp_size * parallel.ep_size == 1 or parallel.enable_eplb
+    # With elastic expert parallelism, where vLLM keeps all layers, torch does not know the group.
+    alone = parallel.tp_size * parallel.ep_size == 1 or is_elastic(config)
     return None if alone else get_ep_group().cpu_group
 
 
