@@ -55,7 +55,7 @@ def test_nothing_rules_polymoe_out() -> None:
 
 
 def test_all_to_all_backends() -> None:
-    """DeepEP was never run: only a user who requires polymoe gets it; batches by expert have another shape."""
+    """DeepEP was never run: only a user who requires polymoe gets it."""
     require = EngineSettings(mode="require")
 
     def found(backend: str, settings: EngineSettings, hidden: int = 4096) -> list[str]:
@@ -64,15 +64,17 @@ def test_all_to_all_backends() -> None:
 
     (reason,) = found("deepep_high_throughput", EngineSettings())
     assert reason == (
-        "--all2all-backend: expects allgather_reducescatter, or deepep_high_throughput or deepep_v2 with "
-        "POLYMOE=require, got deepep_high_throughput"
+        "--all2all-backend: expects allgather_reducescatter, or deepep_high_throughput or deepep_v2 or "
+        "deepep_low_latency with POLYMOE=require, got deepep_high_throughput"
     )
-    for backend in ("allgather_reducescatter", "deepep_high_throughput", "deepep_v2"):
+    for backend in ("allgather_reducescatter", "deepep_high_throughput", "deepep_v2", "deepep_low_latency"):
         assert found(backend, require) == []
     assert found("deepep_v2", require, hidden=2880) == [
         "hidden size: expects a multiple of 256 with deepep_v2, got 2880"
     ]
-    for backend in ("deepep_low_latency", "mori_low_latency", "nixl_ep", "passthrough", "flashinfer_nvlink_one_sided"):
+    (reason,) = found("deepep_low_latency", require, hidden=2880)
+    assert reason.startswith("hidden size: expects one of 2048, 2560, ")
+    for backend in ("mori_low_latency", "nixl_ep", "passthrough", "flashinfer_nvlink_one_sided"):
         (reason,) = found(backend, require)
         assert reason.endswith(f"got {backend}")
 

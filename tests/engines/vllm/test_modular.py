@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,7 @@ def config(model: str, ranks: int, **changes: Any) -> FusedMoEConfig:
     )
 
 
-def packed(model: str, rank: int = 0, ranks: int = 1) -> tuple[Any, Any]:
+def packed(model: str, rank: int = 0, ranks: int = 1, activations: str = "auto", **split: Any) -> tuple[Any, Any]:
     """A method that was taken over, and its layer, whose experts are packed."""
     experts = experts_of(model, (0, 1), (rank, ranks))
     theirs = Checkpoint.open(MODELS / model).problem(BUNDLED[model].layer)
@@ -84,13 +85,13 @@ def packed(model: str, rank: int = 0, ranks: int = 1) -> tuple[Any, Any]:
         top_k=theirs.top_k,
         ep=ranks,
     )
-    plan = judge_layer(facts, CPU, EngineSettings())
+    plan = judge_layer(facts, CPU, EngineSettings(activations=activations))
     assert isinstance(plan, LayerPlan)
     method = take_over(
         Method(), PackedMethod, plan, CPU, dummy=False, first_of_its_kind=lambda _: False, on_packed=lambda *_: None
     )
     layer = nn.Module()
-    layer.moe_config = config(model, ranks)  # type: ignore[assignment]
+    layer.moe_config = config(model, ranks, **split)  # type: ignore[assignment]
     layer.expert_map = None  # type: ignore[assignment]
     method.packed.pack(layer, experts.weights(plan.problem.spec), CPU_DEVICE, check=False)
     return method, layer
@@ -104,8 +105,10 @@ def call(model: str, tokens: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.rand(tokens, top_k, generator=generator), ids
 
 
-def expected(model: str, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    return polymoe.load_experts(MODELS / model, BUNDLED[model].layer, device="cpu", check=False)(x, ids, weights)
+def expected(model: str, x: Tensor, weights: Tensor, ids: Tensor, activations: str = "auto") -> Tensor:
+    layer = BUNDLED[model].layer
+    experts = polymoe.load_experts(MODELS / model, layer, device="cpu", activations=activations, check=False)
+    return experts(x, ids, weights)
 
 
 @pytest.mark.parametrize("model", [MODEL, "sums-gpt-oss-mxfp4", "sums-llama-4-fp8"])
@@ -226,6 +229,99 @@ def test_vllms_deepep_steps_get_and_give_what_deepep_takes(monkeypatch: pytest.M
     assert torch.allclose(total, whole, rtol=0.02, atol=0.02 * whole.abs().max().item())
 
 
+class LowLatencyBuffer:
+    """DeepEP's low-latency buffer of one of two ranks that have the same tokens: it checks every tensor that it gets,
+    and gives each expert a batch whose rows after the last token hold NaN."""
+
+    def __init__(self, model: str, first: int, count: int, fp8: bool) -> None:
+        self.about, self.first, self.count, self.fp8 = BUNDLED[model], first, count, fp8
+
+    def low_latency_dispatch(
+        self, x: Tensor, ids: Tensor, most: int, experts: int, *, use_fp8: bool, use_ue8m0: bool, **_: Any
+    ) -> tuple[Any, ...]:
+        assert (x.dtype, x.shape, x.is_contiguous()) == (torch.bfloat16, (TOKENS, self.about.hidden), True)
+        assert (ids.dtype, ids.dim(), experts) == (torch.int64, 2, self.about.experts)
+        assert (use_fp8, use_ue8m0) == (self.fp8, False)
+        batches = torch.full((self.count, RANKS * most, x.shape[1]), float("nan"), dtype=x.dtype)
+        counts = torch.zeros(self.count, dtype=torch.int32)
+        self.row: dict[tuple[int, int], int] = {}
+        for token, expert in [(t, e - self.first) for t in range(TOKENS) for e in ids[t].tolist()]:
+            if 0 <= expert < self.count:
+                self.row[token, expert] = row = int(counts[expert])
+                batches[expert, row] = x[token]
+                counts[expert] += 1
+        hook = lambda: None  # noqa: E731
+        if not use_fp8:
+            return batches, counts, "handle", None, hook
+        groups = batches.float().unflatten(2, (-1, 128))
+        scales = groups.abs().amax(3) / 448
+        codes = (groups / scales[..., None]).flatten(2).to(torch.float8_e4m3fn)
+        # As DeepEP stores them: row after row for each group.
+        return (codes, scales.transpose(1, 2).contiguous().transpose(1, 2)), counts, "handle", None, hook
+
+    def low_latency_combine(
+        self, x: Tensor, ids: Tensor, weights: Tensor, handle: str, *, out: Tensor, **_: Any
+    ) -> tuple[None, None, Any]:
+        assert (x.dtype, x.shape[0], x.shape[2], x.is_contiguous()) == (
+            torch.bfloat16, self.count, self.about.hidden, True,
+        )  # fmt: skip
+        assert (weights.dtype, weights.shape, handle) == (torch.float32, ids.shape, "handle")
+        total = torch.zeros(out.shape)
+        for token, slot in [(t, a) for t in range(TOKENS) for a in range(ids.shape[1])]:
+            expert = int(ids[token, slot]) - self.first
+            if 0 <= expert < self.count:
+                total[token] += weights[token, slot] * x[expert, self.row[token, expert]].float()
+        out.copy_(total)
+        return None, None, lambda: None
+
+
+RANKS = 2
+
+
+@pytest.mark.parametrize(
+    ("model", "activations"),
+    [(MODEL, "16bit"), (MODEL, "fp8_group128"), ("sums-gpt-oss-mxfp4", "16bit"), ("sums-llama-4-fp8", "16bit")],
+)
+def test_batches_of_rows_from_deepeps_low_latency_steps(
+    monkeypatch: pytest.MonkeyPatch, model: str, activations: str
+) -> None:
+    """vLLM's own code around a stand-in for DeepEP. x is sent in FP8 where the kernels take it so."""
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object, __name__="deep_ep"))
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import (  # pyright: ignore
+        DeepEPLLPrepareAndFinalize,
+    )
+
+    monkeypatch.setattr(DeepEPLLPrepareAndFinalize, "SUPPORTED_HIDDEN_SIZES", [BUNDLED[model].hidden])
+    x, weights, ids = call(model, TOKENS)
+    total, fp8, half = torch.zeros(x.shape), activations != "16bit", BUNDLED[model].experts // 2
+    for rank, (first, count) in enumerate(((0, BUNDLED[model].experts - half), (BUNDLED[model].experts - half, half))):
+        method, layer = packed(model, rank, RANKS, activations, all2all_backend="deepep_low_latency")
+        layer.apply_router_weight_on_input = method.plan.problem.weight_on == "input"
+        buffer = LowLatencyBuffer(model, first, count, fp8)
+
+        def steps(moe: Any, quantization: Any, buffer: Any = buffer, **_: Any) -> Any:
+            sends_fp8 = quantization.quant_dtype == torch.float8_e4m3fn and quantization.block_shape == [128, 128]
+            return DeepEPLLPrepareAndFinalize(buffer, 16, RANKS, use_fp8_dispatch=sends_fp8)
+
+        monkeypatch.setattr(modular, "maybe_make_prepare_finalize", steps)
+        method.moe_kernel = modular.modular_kernel(method, layer)
+        output = method.apply(layer, x, weights, ids.to(method.topk_indices_dtype))
+        assert (output.shape, output.dtype) == (x.shape, x.dtype)
+        total += output.float()
+    whole = expected(model, x, weights, ids, activations).float()
+    assert torch.allclose(total, whole, rtol=0.03, atol=0.03 * whole.abs().max().item())
+
+
+def test_batches_of_experts_that_are_placed_in_turns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepEP's ids are places, and vLLM's tables of them are for its own experts."""
+    method, layer = packed(MODEL)
+    method.plan = replace(method.plan, mapped=True)
+    batched = SimpleNamespace(activation_format=FusedMoEActivationFormat.BatchedExperts)
+    monkeypatch.setattr(modular, "maybe_make_prepare_finalize", lambda *_, **__: batched)
+    with pytest.raises(UnsupportedProblem, match="experts placed linearly"):
+        modular.modular_kernel(method, layer)
+
+
 def test_a_rank_that_no_token_reaches() -> None:
     """DeepEP may give a rank no rows."""
     method, layer = packed(MODEL)
@@ -236,11 +332,10 @@ def test_a_rank_that_no_token_reaches() -> None:
     assert output.shape == (0, BUNDLED[MODEL].hidden)
 
 
-@pytest.mark.parametrize("found", [None, SimpleNamespace(activation_format="batched")])
-def test_an_all_to_all_backend_without_rows_of_tokens_is_refused(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+def test_an_all_to_all_backend_without_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     method, layer = packed(MODEL)
-    monkeypatch.setattr(modular, "maybe_make_prepare_finalize", lambda *_, **__: found)
-    with pytest.raises(UnsupportedProblem, match="an all-to-all backend that gives rows of tokens"):
+    monkeypatch.setattr(modular, "maybe_make_prepare_finalize", lambda *_, **__: None)
+    with pytest.raises(UnsupportedProblem, match="an all-to-all backend with prepare and finalize steps"):
         modular.modular_kernel(method, layer)
 
 
@@ -296,6 +391,10 @@ def test_it_says_what_no_backend_runs(machine: str, monkeypatch: pytest.MonkeyPa
     assert supported(moe=balanced) is None
     exchanged = {"use_ep": True, "all2all_backend": "deepep_low_latency"}
     assert "deepep_low_latency" in str(supported(moe=config(MODEL, 2, **exchanged)))
+    batches = modular.BatchedExperts
+    form = FusedMoEActivationFormat.BatchedExperts
+    assert batches.is_supported_config(batches, config(MODEL, 2, **exchanged), None, None, form) == (True, None)
+    assert not batches.is_supported_config(batches, config(MODEL, 2), None, None, form)[0]
     other = config(MODEL, 1)
     other.activation = MoEActivation.SWIGLUSTEP
     assert "activation" in str(supported(moe=other))

@@ -184,12 +184,18 @@ class TakenOver:
         self._report(layer)
 
     def run_experts(
-        self, layer: Any, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out: Tensor | None = None
+        self,
+        layer: Any,
+        x_TH: Tensor,
+        ids_TA: Tensor,
+        weights_TA: Tensor,
+        out: Tensor | None = None,
+        x_scales: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sum of this rank's experts, as :meth:`polymoe.layer.experts.FusedExperts.forward`."""
         for experts in self.offloaded:
-            return experts(x_TH, ids_TA, weights_TA, out=out)
-        return self.packed.run(layer, CallArguments(x_TH, ids_TA, weights_TA, out))
+            return experts(x_TH, ids_TA, weights_TA, out=out, x_scales=x_scales)
+        return self.packed.run(layer, CallArguments(x_TH, ids_TA, weights_TA, out, x_scales=x_scales))
 
     def _pack(self, layer: Any, weights: ExpertWeights, *, check: bool, in_place: bool) -> None:
         """Pack ``weights`` on the device, or over those in host memory."""

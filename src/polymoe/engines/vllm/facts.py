@@ -19,6 +19,7 @@ from polymoe.problem.verdict import Reasons
 __all__ = [
     "activation_of",
     "created_tensors",
+    "exchanges_batches",
     "exchanges_rows",
     "facts_of",
     "gathers",
@@ -35,7 +36,9 @@ _WHOLE_TENSORS = ("bitsandbytes", "gguf", "ipc_cache", "sharded_state", "tensori
 # Backends with which vLLM gathers tokens itself, and those that exchange rows of tokens through a modular kernel.
 _GATHERED = ("allgather_reducescatter", "naive")
 _EXCHANGED = ("deepep_high_throughput", "deepep_v2")
+_BATCHED = ("deepep_low_latency",)  # a batch of rows for each expert
 _EXCHANGED_COLUMNS = 256  # DeepEP copies 512 bytes at once, and vLLM would pad
+_BATCHED_COLUMNS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # those that its low-latency kernels have
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
@@ -66,8 +69,12 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
         if backend in _EXCHANGED and settings.mode == "require":  # never run with one of these packages
             fits = moe.hidden_dim % _EXCHANGED_COLUMNS == 0
             reasons.need(fits, "hidden size", f"a multiple of {_EXCHANGED_COLUMNS} with {backend}", moe.hidden_dim)
+        elif backend in _BATCHED and settings.mode == "require":
+            sizes = ", ".join(map(str, _BATCHED_COLUMNS))
+            fits = moe.hidden_dim in _BATCHED_COLUMNS
+            reasons.need(fits, "hidden size", f"one of {sizes} with {backend}", moe.hidden_dim)
         else:
-            tried = f", or {' or '.join(_EXCHANGED)} with POLYMOE=require"
+            tried = f", or {' or '.join((*_EXCHANGED, *_BATCHED))} with POLYMOE=require"
             reasons.need(False, "--all2all-backend", f"{_GATHERED[0]}{tried}", backend)
     shared = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
     reasons.need(not shared, "shared experts among the routed ones", 0, shared)
@@ -114,6 +121,11 @@ def needs_kernel(parallel: Any) -> bool:
 def exchanges_rows(parallel: Any) -> bool:
     """Whether the experts get rows of tokens, as polymoe's take them: by a gather, or from some all-to-all backends."""
     return not needs_kernel(parallel) or parallel.all2all_backend in _EXCHANGED
+
+
+def exchanges_batches(parallel: Any) -> bool:
+    """Whether each expert gets a batch of rows of tokens from its all-to-all backend."""
+    return needs_kernel(parallel) and parallel.all2all_backend in _BATCHED
 
 
 def gathers(parallel: Any) -> bool:

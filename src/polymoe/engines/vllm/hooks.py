@@ -101,7 +101,7 @@ _FINALIZE = (
 )  # fmt: skip
 
 MODULAR_HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_MOE}.modular_kernel", "FusedMoEKernel", ("apply", "prepare_finalize")),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEKernel", ("apply", "fused_experts", "prepare_finalize")),
     Hook(
         f"{_MOE}.modular_kernel",
         "FusedMoEKernel.apply",
@@ -121,9 +121,16 @@ MODULAR_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.finalize_weight_and_reduce_impl", ("self",)),
     Hook(f"{_MOE}.modular_kernel", "FusedMoEExperts.expects_unquantized_inputs", ()),
-    Hook(f"{_MOE}.modular_kernel", "FusedMoEActivationFormat", ("Standard",)),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEActivationFormat", ("BatchedExperts", "Standard")),
+    Hook(
+        f"{_MOE}.modular_kernel",
+        "FusedMoEExperts.__init__",
+        ("self", "moe_config", "quant_config", "max_num_tokens", "num_dispatchers"),
+    ),
+    Hook(f"{_MOE}.modular_kernel", "ExpertTokensMetadata", ("expert_num_tokens",)),
     Hook(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
     Hook(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
+    Hook(f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceDelegate", ("apply",)),
     Hook(f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP", ("apply",)),
     Hook(
         f"{_MOE}.all2all_utils",
@@ -136,6 +143,8 @@ MODULAR_HOOKS: tuple[Hook, ...] = (
 DEEPEP_HOOKS: tuple[Hook, ...] = (
     Hook(f"{_MOE}.prepare_finalize.deepep_ht", "DeepEPHTPrepareAndFinalize.prepare_async", _PREPARE),
     Hook(f"{_MOE}.prepare_finalize.deepep_ht", "DeepEPHTPrepareAndFinalize.finalize_async", _FINALIZE),
+    Hook(f"{_MOE}.prepare_finalize.deepep_ll", "DeepEPLLPrepareAndFinalize.prepare_async", _PREPARE),
+    Hook(f"{_MOE}.prepare_finalize.deepep_ll", "DeepEPLLPrepareAndFinalize.finalize_async", _FINALIZE),
     Hook(f"{_MOE}.prepare_finalize.deepep_v2", "DeepEPV2PrepareAndFinalize.prepare", _PREPARE),
     Hook(f"{_MOE}.prepare_finalize.deepep_v2", "DeepEPV2PrepareAndFinalize.finalize", _FINALIZE),
 )

@@ -24,9 +24,11 @@ from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.stand_aside import BALANCING
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.vllm.balancing import let_experts_move
-from polymoe.engines.vllm.facts import gathers
+from polymoe.engines.vllm.facts import exchanges_batches, gathers
 from polymoe.engines.vllm.model_runs import guard_model_runs
 from polymoe.errors import UnsupportedProblem
+from polymoe.problem.activation_quantization import FP8_GROUP128
+from polymoe.problem.call import TORCH_DTYPES
 
 __all__ = ["PackedMethod"]
 
@@ -142,8 +144,17 @@ class PackedMethod(TakenOver):
         """
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """vLLM's kernels get nothing from here."""
+        """vLLM's kernels get nothing from here; its steps before batches of experts learn whether to send FP8."""
+        if exchanges_batches(layer.moe_config.moe_parallel_config) and self._takes_fp8(layer):
+            return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128])
         return FusedMoEQuantConfig.make()
+
+    def _takes_fp8(self, layer: Any) -> bool:
+        """Whether x may come in FP8, with a scale for each 128 columns of a row."""
+        if self.offloaded or self.plan.problem.activations != FP8_GROUP128:
+            return False
+        steps = self.packed.runtime(layer).steps(TORCH_DTYPES[self.plan.problem.dtype])
+        return all("x_scales" in step.runner.options for step in steps)
 
     def apply(
         self,
@@ -156,11 +167,12 @@ class PackedMethod(TakenOver):
     ) -> Tensor:
         """Return the weighted sum [T, H] of this rank's experts, or with data parallelism in vLLM's kernel that of all
         ranks for this rank's tokens; shared experts are vLLM's to run."""
-        if self.moe_kernel is None:
+        kernel, problem = self.moe_kernel, self.plan.problem
+        if kernel is None:
             return self.run(layer, x, topk_weights, topk_ids)
         # vLLM reads nothing of the weights but their number: the tensors of packed experts have other shapes.
-        experts = torch.empty(self.plan.problem.spec.local_experts, 0, 0, device=x.device)
-        return self.moe_kernel.apply(
+        experts = torch.empty(problem.spec.local_experts, 0, 0, device=x.device)
+        return kernel.apply(
             hidden_states=x,
             w1=experts,
             w2=experts,
@@ -169,7 +181,8 @@ class PackedMethod(TakenOver):
             activation=layer.moe_config.activation,
             global_num_experts=layer.moe_config.num_experts,
             expert_map=layer.expert_map,
-            apply_router_weight_on_input=False,  # polymoe does it, where the model asks for it
+            # Otherwise polymoe does it, where the model asks for it.
+            apply_router_weight_on_input=kernel.fused_experts.weighs_input and problem.weight_on == "input",
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )

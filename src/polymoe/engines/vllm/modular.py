@@ -19,12 +19,15 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (  # pyright: ig
     FusedMoEExpertsModular,
     FusedMoEKernel,
 )
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP  # pyright: ignore
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # pyright: ignore
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.platforms import current_platform  # pyright: ignore
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.chooser import machine_of
-from polymoe.engines.vllm.facts import activation_of, exchanges_rows
+from polymoe.engines.vllm.facts import activation_of, exchanges_batches, exchanges_rows
 from polymoe.errors import FormatError, UnsupportedProblem
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Element, ScaleDtype
@@ -34,7 +37,7 @@ from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, ReLU2, SwiGLU
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["ModularExperts", "encoding_of", "modular_kernel"]
+__all__ = ["BatchedExperts", "ModularExperts", "encoding_of", "modular_kernel"]
 
 _HIDDEN, _INTERMEDIATE, _EXPERTS = 2048, 1024, 8
 
@@ -108,8 +111,11 @@ class ModularExperts(FusedMoEExpertsModular):
         moe_config, quant_config: as vLLM's experts have them.
     """
 
-    def __init__(self, method: Any, layer: Any, moe_config: Any, quant_config: Any) -> None:
-        super().__init__(moe_config, quant_config)
+    weighs_input = False
+    """Whether the steps before the experts weight a token that its experts' input is weighted by."""
+
+    def __init__(self, method: Any, layer: Any, moe_config: Any, quant_config: Any, **of_batches: int) -> None:
+        super().__init__(moe_config, quant_config, **of_batches)
         self._method, self._layer = method, layer
 
     @property
@@ -175,6 +181,78 @@ class ModularExperts(FusedMoEExpertsModular):
         self._method.run(self._layer, hidden_states, topk_weights, topk_ids, output)
 
 
+class BatchedExperts(ModularExperts):
+    """The same for all-to-all backends that give each expert a batch of rows and their number, as DeepEP's low-latency
+    kernels do: the layer is called with the rows of all batches, each for one expert; those beyond the number for none.
+
+    The plan is that of a call with as many tokens as all batches have rows, and rows of no token are written, too.
+
+    Args:
+        method, layer, moe_config, quant_config: as in :class:`ModularExperts`.
+        max_num_tokens, num_dispatchers: most tokens of a rank, and the number of ranks: a batch has as many rows.
+    """
+
+    weighs_input = True
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """False: ``quant_config`` says whether they come in FP8, and without it they come in 16 bits."""
+        return False
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Batches of rows."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return exchanges_batches(moe_parallel_config)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:
+        """What combines the rows weights them, too."""
+        return TopKWeightAndReduceDelegate()
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, ...]:
+        """Return E on this rank, rows of a batch, rows of ``w1``, H and A."""
+        return super().moe_problem_size(a1[0], w1, w2, topk_ids)
+
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> tuple[tuple[int, ...], ...]:
+        """No workspace of vLLM's; the output has the rows of all batches."""
+        return (0,), (0,), (self._method.plan.problem.spec.local_experts, M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        a1q_scale: Tensor | None = None,
+        expert_tokens_meta: Any = None,
+        **_: Any,
+    ) -> None:
+        """Write each row's expert's output to ``output`` [E, rows, H].
+
+        Args:
+            output: in 16 bits.
+            hidden_states: [E, rows, H], in 16 bits or float8_e4m3fn.
+            topk_weights, topk_ids: of this rank's own tokens, not of these rows.
+            a1q_scale: float32 [E, rows, H / 128] of float8_e4m3fn.
+            expert_tokens_meta: has ``expert_num_tokens``, int32 [E].
+        """
+        experts, rows, hidden = hidden_states.shape
+        device = hidden_states.device
+        first = self._method.plan.problem.spec.first_expert
+        ids_E1 = torch.arange(first, first + experts, dtype=torch.int32, device=device)[:, None]
+        places_R = torch.arange(rows, dtype=torch.int32, device=device)
+        ids_ER = torch.where(places_R < expert_tokens_meta.expert_num_tokens[:, None], ids_E1, -1)
+        ones = torch.ones(experts * rows, 1, dtype=torch.float32, device=device)
+        scales = None if a1q_scale is None else a1q_scale.reshape(experts * rows, -1).contiguous()
+        self._method.run_experts(
+            self._layer, hidden_states.view(-1, hidden), ids_ER.view(-1, 1), ones, output.view(-1, hidden), scales
+        )
+
+
 def modular_kernel(method: Any, layer: Any) -> FusedMoEKernel:
     """Return vLLM's kernel around the experts of ``layer``, with vLLM's own choice of what prepares and finalizes.
 
@@ -185,11 +263,20 @@ def modular_kernel(method: Any, layer: Any) -> FusedMoEKernel:
     quantization = method.get_fused_moe_quant_config(layer)
     prepare_finalize = maybe_make_prepare_finalize(moe, quantization, allow_new_interface=True)
     form = getattr(prepare_finalize, "activation_format", None)
-    if prepare_finalize is None or form != FusedMoEActivationFormat.Standard:
+    batched = form == FusedMoEActivationFormat.BatchedExperts
+    if prepare_finalize is None or (batched and method.plan.mapped):
         raise UnsupportedProblem(
             method.packed.where,
-            expected="an all-to-all backend that gives rows of tokens, such as deepep_high_throughput",
+            expected="an all-to-all backend with prepare and finalize steps, and experts placed linearly",
             got=moe.moe_parallel_config.all2all_backend,
             hint="without POLYMOE=require vLLM runs this layer",
         )
-    return FusedMoEKernel(prepare_finalize, ModularExperts(method, layer, moe, quantization))
+    if batched:
+        size = {
+            "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
+            "num_dispatchers": prepare_finalize.num_dispatchers(),
+        }
+        experts = BatchedExperts(method, layer, moe, quantization, **size)
+    else:
+        experts = ModularExperts(method, layer, moe, quantization)
+    return FusedMoEKernel(prepare_finalize, experts)
