@@ -9,9 +9,12 @@ and how often to ask again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -200,7 +203,7 @@ def main() -> None:
                 process.start()
                 theirs.close()
                 started.append((process, ours, log))
-            found = [_result(process, ours) for process, ours, _ in started]
+            found = _results(started)
             logs = [log.read_text(errors="replace") for _, _, log in started]
         first = {**found[0], "error": next((rank["error"] for rank in found if rank["error"]), "")}
         print(
@@ -209,21 +212,34 @@ def main() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port below those that the system gives to connections: vLLM listens only later, also on those after it."""
+    for port in random.sample(range(12000, 30000, 10), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
-def _result(process: Any, results: Any) -> dict[str, Any]:
-    """What a child sent, once it has ended."""
-    try:
-        found = results.recv()
-    except EOFError:
-        found = {"answers": [], "error": f"the process ended with {process.exitcode}"}
-    process.join(30)
-    if process.is_alive():
-        process.kill()
-    return found
+def _results(started: list[tuple[Any, Any, Path]]) -> list[dict[str, Any]]:
+    """What the ranks sent, once they have ended. When one has failed, others may wait for it: they have a minute."""
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < len(started):
+        waiting = {ours: rank for rank, (_, ours, _) in enumerate(started) if rank not in found}
+        failed = any(result["error"] for result in found.values())
+        ready = multiprocessing.connection.wait(list(waiting), 60 if failed else None)
+        for ours in ready:
+            rank: int = waiting[ours]  # type: ignore[index]
+            try:
+                found[rank] = ours.recv()  # type: ignore[union-attr]
+            except EOFError:
+                found[rank] = {"answers": [], "error": f"rank {rank} ended with {started[rank][0].exitcode}"}
+        for rank in waiting.values() if not ready else ():
+            started[rank][0].kill()
+    for process, _, _ in started:
+        process.join(30)
+        if process.is_alive():
+            process.kill()
+    return [found[rank] for rank in range(len(started))]
 
 
 if __name__ == "__main__":

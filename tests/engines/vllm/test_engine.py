@@ -222,6 +222,14 @@ def test_answers_while_experts_move_between_ranks(ask: Ask, written: Callable[[s
     assert "E=8 A=2" in found["log"]
 
 
+def test_layers_of_two_formats_do_not_move(ask: Ask, tmp_path: Path) -> None:
+    found = ask(requantized.write("FP8 by channel", tmp_path / "mixed", plain=(1,)), **BALANCED)
+    assert (
+        "UnsupportedProblem: load balancing of experts (EPLB): expected the same tensors in every layer"
+        in found["error"]
+    )
+
+
 def test_new_weights_are_refused_where_experts_move(ask: Ask, written: Callable[[str], Path]) -> None:
     found = ask(written("FP8 in blocks"), reload=(written("FP8 in blocks"),), **BALANCED)
     assert "expected experts where they were loaded, got load balancing of experts (EPLB)" in found["log"]
