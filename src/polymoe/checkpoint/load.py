@@ -24,7 +24,7 @@ from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.families import ModelFamily, MoeConfig, families_of
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
-from polymoe.checkpoint.quantized import quantize_expert, quantized_spec, recipe_of, require_format
+from polymoe.checkpoint.quantized import QuantizedReader, quantized_spec, recipe_of, require_format
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
 from polymoe.problem import Dtype, Problem
@@ -185,11 +185,18 @@ class Checkpoint:
             stored.check_experts(self.files, spec.local_range)
             self._alike.add((layer, spec.local_range))
 
+        def plain(e: int, check: bool) -> Expert:
+            return stored.read(self.files, e, check=check)
+
+        where = torch.device(device or "cpu")
+        # Quantized whole, before they are sliced, so that every rank has the same codes.
+        quantized = self.experts and QuantizedReader(
+            plain, whole.encodings, lambda e, part: stored.where(part, e), spec.local_range, where
+        )
+
         def read(e: int, *, check: bool = True) -> Expert:
             index = spec.first_expert + e
-            expert = stored.read(self.files, index, check=check)
-            if self.experts is not None:  # whole, before it is sliced, so that every rank has the same codes
-                expert = quantize_expert(expert, whole.encodings, partial(stored.where, expert=index), device=device)
+            expert = quantized(index, check=check) if quantized else plain(index, check)
             return shard_expert(expert, shard, uneven=self.family.uneven_tp)
 
         return ExpertWeights(spec, read, partial(read, check=False))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from polymoe.common.threads import threads_of
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor, format_of
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
@@ -16,10 +19,19 @@ from polymoe.problem.tensors import Expert, ExpertsSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["QUANTIZED_FORMATS", "quantize_expert", "quantized_spec", "recipe_of", "require_format"]
+__all__ = ["QUANTIZED_FORMATS", "QuantizedReader", "quantize_expert", "quantized_spec", "recipe_of", "require_format"]
 
 QUANTIZED_FORMATS = ("mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "mxfp8")
 """Formats that experts can be quantized to."""
+
+_TOGETHER_ON = ("cuda",)
+"""Types of devices on which experts are quantized together."""
+
+_TOGETHER_WEIGHTS = 5 << 23
+"""Weights that are quantized together. Temporary memory on the device is up to 36 bytes for each."""
+
+_READERS = 4
+"""Threads that copy experts to pinned memory."""
 
 _RECIPES = {"fp8_block128": "fp8_group128", "mxfp8": "mxfp8"}
 
@@ -76,7 +88,6 @@ def quantize_expert(
     encodings: Mapping[str, Encoding],
     where: Callable[[str], str],
     *,
-    device: torch.device | str | None = None,
     importance: Mapping[str, Tensor] | None = None,
 ) -> Expert:
     """Quantize one expert. Gate and up get one global scale, since most kernels have room for one.
@@ -86,43 +97,129 @@ def quantize_expert(
         encodings: of each projection, with scales that :func:`~polymoe.formats.format_of` quantizes to; the same for
             gate and up.
         where: the name of a projection's tensor, for errors.
-        device: where it is done, and where the result is; None is the expert's own.
         importance: how much the squared error of each column counts: ``gate_up`` [H], ``down`` [F]; None for all alike.
 
     Raises:
         FormatError: for weights that are not finite, or too large for the format.
     """
-    if device is not None:
-        expert = _sent(expert, torch.device(device))
-    weights = {name: q.codes for name, q in expert.projections.items()}
-    importance = importance or {}
+    return _quantized([expert], encodings, where, importance or {})[0]
+
+
+def _quantized(
+    experts: Sequence[Expert],
+    encodings: Mapping[str, Encoding],
+    where: Callable[[str], str],
+    importance: Mapping[str, Tensor],
+) -> list[Expert]:
+    """Quantize experts of one layer together: on a GPU most of the time is that of launches. Errors name the first."""
+    first = experts[0]
 
     def quantize(names: Sequence[str], values: Tensor, importance_K: Tensor | None) -> QuantTensor:
         try:
-            return format_of(encodings[names[0]]).quantize(values, importance_K)
+            columns = None if importance_K is None else importance_K.expand(*values.shape[:-2], -1)
+            return format_of(encodings[names[0]]).quantize(values, columns)
         except FormatError as error:
-            name = next((name for name in names if not weights[name].isfinite().all()), names[0])
+            weights = first.projections
+            name = next((name for name in names if not weights[name].codes.isfinite().all()), names[0])
             raise FormatError(where(name), expected=error.expected, got=error.got, hint=error.hint) from error
 
-    found = {"down": quantize(["down"], weights["down"], importance.get("down"))}
-    names, columns = [name for name in ("gate", "up") if name in weights], importance.get("gate_up")
-    values = [weights[name] for name in names]
-    # Both in one call: on a GPU most of the time is that of launches.
+    def stacked(names: Sequence[str]) -> Tensor:
+        parts = [x.projections[name].codes for x in experts for name in names]
+        return torch.stack(parts).view(len(experts), len(names), *parts[0].shape) if len(parts) > 1 else parts[0][None]
+
+    down = quantize(["down"], stacked(["down"]).view(len(experts), *first.down.shape), importance.get("down"))
+    names, columns = [name for name in ("gate", "up") if name in first.projections], importance.get("gate_up")
+    values, rows = stacked(names), len(first.up.codes)
     if encodings["up"].global_scale:
-        both, rows = quantize(names, torch.cat(values), columns), len(values[0])
-        found |= {name: both.rows(i * rows, (i + 1) * rows) for i, name in enumerate(names)}
+        both = quantize(names, values.view(len(experts), -1, values.shape[-1]), columns)
+        apart = [both.rows(i * rows, (i + 1) * rows) for i in range(len(names))]
     else:
-        stack = quantize(names, torch.stack(values), None if columns is None else columns.expand(len(names), -1))
-        found |= {name: stack[i] for i, name in enumerate(names)}
-    return replace(
-        expert, gate=found.get("gate"), up=found["up"], down=found["down"],
-        gate_up_input_scale=None, down_input_scale=None,
-    )  # fmt: skip
+        both = quantize(names, values.view(len(experts), len(names), rows, -1), columns)
+        apart = [both.map(lambda part, i=i: part[:, i]) for i in range(len(names))]
+    found = dict(zip(names, apart, strict=True))
+    return [
+        replace(
+            x, gate=found["gate"][e] if "gate" in found else None, up=found["up"][e], down=down[e],
+            gate_up_input_scale=None, down_input_scale=None,
+        )
+        for e, x in enumerate(experts)
+    ]  # fmt: skip
+
+
+class QuantizedReader:
+    """Reads experts of one layer, and quantizes them on a device.
+
+    On a GPU, those that are read one after the other are quantized several at once, while threads copy the next ones to
+    pinned memory. Their codes are the same as those of each expert alone.
+
+    Args:
+        read: reads an expert in 16 bits, by its number, with or without a check of its numbers.
+        encodings: as of :func:`quantize_expert`.
+        where: the name of the tensor of an expert's projection, for errors.
+        experts: the numbers of those that may be read in order.
+        device: where they are quantized, and then are.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, bool], Expert],
+        encodings: Mapping[str, Encoding],
+        where: Callable[[int, str], str],
+        experts: range,
+        device: torch.device,
+    ) -> None:
+        self._read, self._encodings, self._where, self._experts = read, encodings, where, experts
+        self._device = device
+        self._next = experts.start
+        self._ahead: dict[int, Future[Expert]] = {}
+        self._done: dict[int, Expert] = {}
+
+    def __call__(self, e: int, *, check: bool = True) -> Expert:
+        """Return expert ``e``, quantized.
+
+        Raises:
+            FormatError: as :func:`quantize_expert`.
+        """
+        if check or e != self._next or self._device.type not in _TOGETHER_ON:
+            expert = self._alone(e, check)
+        else:
+            if e not in self._done:
+                self._done = self._together(e)
+            expert = self._done.pop(e)
+        self._next = e + 1
+        return expert
+
+    def _alone(self, e: int, check: bool) -> Expert:
+        expert = _pinned(self._read(e, check), self._device)
+        return quantize_expert(_sent(expert, self._device), self._encodings, partial(self._where, e))
+
+    def _together(self, e: int) -> dict[int, Expert]:
+        """Return the block of experts that begins with ``e``; the one behind it is read meanwhile."""
+        head = self._ahead.pop(e, None)
+        expert = _pinned(self._read(e, False), self._device) if head is None else head.result()
+        weights = sum(matrix.codes.numel() for matrix in expert.projections.values())
+        size = max(1, _TOGETHER_WEIGHTS // weights)
+        behind = range(e + 1, min(e + 2 * size, self._experts.stop))
+        for other in behind:
+            if other not in self._ahead:
+                self._ahead[other] = threads_of(_READERS).submit(_pinned, self._read(other, False), self._device)
+        block = [expert, *(self._ahead.pop(other).result() for other in behind[: size - 1])]
+        block = [_sent(x, self._device) for x in block]
+        try:
+            found = _quantized(block, self._encodings, partial(self._where, e), {})
+        except FormatError:
+            return {e: self._alone(e, False)}  # so that the error names a tensor of the expert that has it
+        return dict(enumerate(found, e))
+
+
+def _pinned(expert: Expert, device: torch.device) -> Expert:
+    """Copy an expert to pinned memory, from which a GPU copies faster than from a mapped file."""
+    if device.type != "cuda":
+        return expert
+    with torch.cuda.device(device):  # threads begin with the first GPU
+        return expert.map(lambda part: part.pin_memory() if part.is_cpu else part)
 
 
 def _sent(expert: Expert, device: torch.device) -> Expert:
-    """Copy an expert to a device: to a GPU from pinned memory, which is faster than from a mapped file."""
-    if device.type != "cuda":
-        return expert.to(device)
     # Torch's allocator does not reuse pinned memory before pending copies from it have finished.
-    return expert.map(lambda part: part.pin_memory().to(device, non_blocking=True) if part.is_cpu else part)
+    return expert.map(lambda part: part.to(device, non_blocking=True))

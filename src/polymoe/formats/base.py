@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 
 from polymoe.common.shapes import ceil_div
+from polymoe.common.threads import threads_of
 from polymoe.errors import FormatError
 from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
 from polymoe.formats.tensor import QuantTensor, expand_groups
@@ -98,9 +95,10 @@ class Format:
                 raise FormatError(f"{self.name}.quantize importance", expected=f"shape {wanted}, 0 or more", got=got)
             importance_K = importance_K.reshape(len(w_NK), -1)
         amax = w_NK.new_zeros(len(w_NK), dtype=torch.float32)
-        for (matrices, _, _), largest in map_tiles(lambda tile: _largest(w_NK[tile]), w_NK, self.encoding):
-            amax[matrices] = torch.maximum(amax[matrices], largest)
-        if not bool(torch.isfinite(amax).all()):  # the maximum of NaN and a number is NaN
+        for (matrices, _, _), most in map_tiles(lambda tile: _largest(w_NK[tile]), w_NK, self.encoding):
+            amax[matrices] = torch.maximum(amax[matrices], most)
+        largest = float(amax.max()) if len(amax) else 0.0  # the one wait for a GPU
+        if not math.isfinite(largest):  # the maximum of NaN and a number is NaN
             raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
         global_scale = self._global_scale(amax)
         stack, rows, columns = w_NK.shape
@@ -119,7 +117,6 @@ class Format:
 
         map_tiles(quantize, w_NK, self.encoding)
         # Rounded up, a code times its scale may be beyond the largest number.
-        largest = float(amax.max()) if len(amax) else 0.0
         if largest > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
             raise FormatError(
                 f"{self.name}.quantize", expected="weights that are finite when rounded", got=f"{largest:g}"
@@ -173,21 +170,7 @@ def map_tiles(function: Callable[[MatrixTile], T], w_ENK: Tensor, encoding: Enco
         with torch.inference_mode(inference):
             return function(tile)
 
-    return [*zip(tiles, _pool(threads, os.getpid()).map(in_the_callers_mode, tiles), strict=True)]
-
-
-@functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads for :func:`map_tiles`, for each of which torch is one thread; a forked process has none of its parent."""
-    return ThreadPoolExecutor(threads, "polymoe-tile", initializer=_alone)
-
-
-def _alone() -> None:
-    # torch.set_num_threads would also set the number that threads which start later begin with, whose they are ever.
-    set_own_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
-    if set_own_threads is not None:
-        torch.get_num_threads()  # a thread's first call sets its number
-        set_own_threads(1)
+    return [*zip(tiles, threads_of(threads).map(in_the_callers_mode, tiles), strict=True)]
 
 
 def _tiles(w_ENK: Tensor, encoding: Encoding) -> list[MatrixTile]:
