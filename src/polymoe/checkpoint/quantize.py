@@ -60,7 +60,8 @@ _COMPRESSED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "nvfp4": ("nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}),
     "int4_g32": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 32}),
     "int4_g128": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 128}),
-    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
+    # By the dtype of its scales vLLM tells it from FP8 in groups.
+    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
 }
 
 
