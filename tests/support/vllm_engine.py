@@ -108,10 +108,14 @@ def let_cpus_balance() -> None:
         self.eplb_state = EplbState(self.parallel_config, self.device)
         self._moe_model = get_mixture_of_experts_model(self.model)
         self.eplb_state.add_model(self._moe_model, self.model_config)
+        self.eplb_state.device_index = 0
+        self.eplb_state.start_async_loop()
 
     parallel.current_platform = Platform()
     base_router.eplb_map_to_physical_and_record = map_and_record
-    torch.accelerator.current_stream = lambda *_: SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    torch.Stream = torch.accelerator.current_stream = lambda *_, **__: stream
+    torch.accelerator.set_stream = torch.accelerator.set_device_index = lambda *_: None
     CPUModelRunner.load_model = load_model
 
 

@@ -202,24 +202,28 @@ def test_vllm_does_not_run_on_half_of_the_new_weights(ask: Ask, written: Callabl
     assert found["error"]
 
 
-BALANCED = {
+BALANCED: dict[str, Any] = {
     "ranks": 2,
     "enable_expert_parallel": True,
     "enable_eplb": True,
-    "eplb_config": {"num_redundant_experts": 3, "window_size": 8, "step_interval": 8, "use_async": False},
+    "eplb_config": {"num_redundant_experts": 3, "window_size": 8, "step_interval": 8},
 }
 
 
-@pytest.mark.parametrize("format", ["FP8 in blocks", "NVFP4"])
-def test_answers_while_experts_move_between_ranks(ask: Ask, written: Callable[[str], Path], format: str) -> None:
-    """Five experts and three copies; each rank holds four, and others after each eight steps."""
-    found = ask(written(format), again=2, **BALANCED)
+@pytest.mark.parametrize(("format", "use_async"), [("FP8 in blocks", False), ("NVFP4", True)])
+def test_answers_while_experts_move_between_ranks(
+    ask: Ask, written: Callable[[str], Path], format: str, use_async: bool
+) -> None:
+    """Five experts and three copies; each rank holds four, and others after each eight steps: at once, or layer by
+    layer, exchanged by another thread."""
+    config = {**BALANCED["eplb_config"], "use_async": use_async}
+    found = ask(written(format), again=2, **{**BALANCED, "eplb_config": config})
     assert answers(found) == [SUMS] * 3
     assert found["others"] == [[SUMS[2:]] * 3]
     held = [line.partition("experts held: ")[2] for line in found["log"].splitlines() if "experts held: " in line]
     assert len(held) == 3
     assert len(set(held)) > 1
-    assert "E=8 A=2" in found["log"]
+    assert "E=8 (4 from 0) A=2" in found["log"]
 
 
 def test_layers_of_two_formats_do_not_move(ask: Ask, tmp_path: Path) -> None:
