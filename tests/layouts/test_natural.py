@@ -19,23 +19,22 @@ def parts(expert: Expert) -> dict[str, torch.Tensor]:
     return {**found, **expert.vectors}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
-def test_round_trip_is_exact(layout: Natural, format: str, gated: bool) -> None:
+def test_round_trip_is_exact(format: str, gated: bool) -> None:
+    """In every layout that takes these experts, which the natural one always does."""
     weights = random_experts(format, gated=gated, bias=gated, hidden=160, intermediate=96)
-    refused = layout.check(weights.spec)
-    if refused and layout.name != "natural":
-        pytest.skip("; ".join(map(str, refused)))
-    assert not refused
-    packed = layout.pack(weights, CPU)
-    back = layout.unpack(packed)
-    assert back.spec == weights.spec
-    for got, expected in zip(back, weights, strict=True):
-        assert parts(got).keys() == parts(expected).keys()
-        for name, tensor in parts(expected).items():
-            assert torch.equal(parts(got)[name].float(), tensor.float()), name
-    assert packed.nbytes == layout.nbytes(weights.spec)
+    layouts = [layout for layout in LAYOUTS.values() if not layout.check(weights.spec)]
+    assert "natural" in [layout.name for layout in layouts]
+    for layout in layouts:
+        packed = layout.pack(weights, CPU)
+        back = layout.unpack(packed)
+        assert back.spec == weights.spec
+        for got, expected in zip(back, weights, strict=True):
+            assert parts(got).keys() == parts(expected).keys()
+            for name, tensor in parts(expected).items():
+                assert torch.equal(parts(got)[name].float(), tensor.float()), (layout.name, name)
+        assert packed.nbytes == layout.nbytes(weights.spec)
 
 
 def test_repacking_in_place_keeps_the_tensors() -> None:
