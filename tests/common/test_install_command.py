@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_an_installed_wheel_names_the_packages_of_the_extra(monkeypatch: pytest.
     ]  # fmt: skip
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
     assert install_hint("serve") == "for the extra 'serve': pip install 'transformers>=5.16' 'fastapi>=0.115'"
+
+
+def test_polymoe_that_is_only_on_the_path_names_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("polymoe.common.install_command._CLONE", tmp_path)
+
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", requires)
+    assert install_hint("serve") == "in a clone of polymoe: pip install -e '.[serve]'"
 
 
 def test_every_file_names_this_command() -> None:

@@ -28,11 +28,15 @@ def install_command(extra: str) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the hint for a package of an extra that is not installed: in a clone the command that installs the extra,
-    elsewhere one that installs its packages, because there is no release whose extra pip could install."""
-    if (_CLONE / "pyproject.toml").is_file():
-        return _WHERE + install_command(extra)
-    return f"for the extra {extra!r}: pip install {shlex.join(_packages(extra))}"
+    """Return the hint for a package of an extra that is not installed: the command that installs the extra in a clone;
+    where polymoe was installed from elsewhere, one that installs its packages, because there is no release whose extra
+    pip could install."""
+    try:
+        if not (_CLONE / "pyproject.toml").is_file():
+            return f"for the extra {extra!r}: pip install {shlex.join(_packages(extra))}"
+    except metadata.PackageNotFoundError:  # polymoe is on the path without its metadata
+        pass
+    return _WHERE + install_command(extra)
 
 
 @contextmanager

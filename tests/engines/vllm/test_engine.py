@@ -15,6 +15,7 @@ from engines.common import changed
 from safetensors.torch import load_file, save_file
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.quantize import DIALECTS_OF, quantize_checkpoint
 from polymoe.checkpoint.shard import Shard
 from polymoe.engines.serving.preview import ENGINES, preview
 from polymoe.engines.serving.settings import EngineSettings
@@ -28,6 +29,7 @@ pytest.importorskip("vllm", reason="scripts/test --engines has it")
 ENGINE = Path(__file__).parents[2] / "support" / "vllm_engine.py"
 SUMS = ["579", "15", "377", "1000", "25"]
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
+QUANTIZED = [(f, dialect) for f, dialects in DIALECTS_OF.items() for dialect in dialects if dialect != "gpt-oss"]
 NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # on a CPU, vLLM's MLA takes the sizes of DeepSeek's own models only
 
 Ask = Callable[..., dict[str, Any]]
@@ -105,14 +107,27 @@ def test_every_format_answers(ask: Ask, written: Callable[[str], Path], format: 
     assert answers(ask(written(format))) == [SUMS]
 
 
+@pytest.mark.parametrize(("format", "dialect"), [way for way in QUANTIZED if way[0] != "mxfp4"])
+def test_files_of_quantize_are_loaded_by_vllm(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path, format: str, dialect: str
+) -> None:
+    """vLLM's own parameters and loaders take every name and shape; polymoe computes, as vLLM has no kernels here."""
+    quantize_checkpoint(written("BF16"), format, tmp_path / "out", dialect=dialect)
+    assert answers(ask(tmp_path / "out")) == [SUMS]
+
+
+@pytest.mark.parametrize("by", ["requantized", "quantize"])
 def test_mxfp4_answers_as_vllm_does_with_the_dequantized_weights(
-    ask: Ask, written: Callable[[str], Path], tmp_path: Path
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path, by: str
 ) -> None:
     """The model was not trained for it, and a sum may be wrong."""
-    dequantized = requantized.write("BF16", tmp_path / "dequantized", source=written("MXFP4"))
+    path = tmp_path / "out" if by == "quantize" else written("MXFP4")
+    if by == "quantize":
+        quantize_checkpoint(written("BF16"), "mxfp4", path)
+    dequantized = requantized.write("BF16", tmp_path / "dequantized", source=path)
     theirs = ask(dequantized, polymoe="0")
     assert "polymoe" not in theirs["log"]
-    assert answers(ask(written("MXFP4"))) == answers(theirs)
+    assert answers(ask(path)) == answers(theirs)
 
 
 @pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])

@@ -145,7 +145,9 @@ def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Map
     Raises:
         Exception: whatever the method raises for a layer that it cannot have.
     """
-    trial = nn.Module()
+    trial: Any = nn.Module()
+    # Of ModelOpt's MXFP8: it compares its arguments with the layer's sizes.
+    trial.hidden_size, trial.intermediate_size_per_partition = moe.hidden_dim, intermediate
     with torch.device("meta"):
         method.create_weights(
             layer=trial,
