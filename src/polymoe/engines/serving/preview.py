@@ -85,7 +85,10 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             multiples={name: row.multiple for name, row in VLLM.items()},
             refines=True,
             tested="0.32.0",
-            limits=dict.fromkeys(("ct_mxfp8", "modelopt_mxfp8", "minimax_mxfp8"), "by its source and never run"),
+            limits={
+                **dict.fromkeys(("ct_mxfp8", "modelopt_mxfp8"), "loaded on a CPU, its kernels never run"),
+                "minimax_mxfp8": "by its source and never run",
+            },
         ),
         "sglang": Engine(
             name="SGLang",
