@@ -69,13 +69,16 @@ __device__ __forceinline__ Pipeline make_pipeline(const GemmArgs& args, uint32_t
     return pipeline;
 }
 
-// `producers` and `consumers` arrive at a stage's barriers.
+// By one thread: all mbarriers, those of `others` too. `producers` and `consumers` arrive at a stage's.
+template <class... Others>
 __device__ __forceinline__ void init_barriers(const GemmArgs& args, const Pipeline& pipeline, int producers,
-                                              int consumers) {
+                                              int consumers, Others&... others) {
     for (int i = 0; i < args.stages; ++i) {
         mbarrier_init(pipeline.full + 8 * i, producers);
         mbarrier_init(pipeline.empty + 8 * i, consumers);
     }
+    (others.init(args.stages), ...);
+    mbarrier_init_fence();
 }
 
 // Ping-pong: two warpgroups alternate at the tensor cores. On their own they come to decode, and to multiply, at the
@@ -91,6 +94,20 @@ struct PingPong {
 
     __device__ __forceinline__ void pass() const {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(next);
+    }
+};
+
+// The barriers of PingPong, in shared memory.
+template <int WARPGROUPS>
+struct Turns {
+    uint64_t barriers[WARPGROUPS];
+
+    __device__ __forceinline__ void init(int) {
+        for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(smem_address(&barriers[i]), 4);
+    }
+
+    __device__ __forceinline__ PingPong of(int warpgroup, int next) const {
+        return {smem_address(&barriers[warpgroup]), smem_address(&barriers[next]), warpgroup == 0};
     }
 };
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
     const bool takes = producer == 0 && leader;
     TileTaker<N_BLOCKS> taker(args, total, n_tiles, blockIdx.x);
     const auto next_tile = [&] {
-        if (takes) taker.put(queue, pipeline);
+        if (takes) take_tile(taker, queue, pipeline);
         if (kGathers<PART>) __syncwarp();
         return queue.wait(pipeline);
     };
@@ -235,11 +235,7 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     static_assert(bf16::Stage<kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, full_arrivals(bf16::kGathers<PART>), WARPGROUPS * 4);
-        queue.init(args.stages);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, full_arrivals(bf16::kGathers<PART>), WARPGROUPS * 4, queue);
     __syncthreads();
     begin_launch<PART>();
     const int n_blocks = (args.n + 63) / 64, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;

@@ -88,20 +88,23 @@ struct TileTaker {
         look_up();
     }
 
-    // Where a tile begins.
-    __device__ __forceinline__ QueuedTile put(TileQueue& queue, const Pipeline& pipeline) {
-        pipeline.wait_empty();
-        const QueuedTile tile = {rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile};
-        queue.put(pipeline, tile);
-        if (next < total) next = atomicAdd(&args.tiles->next, 1);
-        return tile;
-    }
+    __device__ __forceinline__ int n_block() const { return next % n_tiles * N_BLOCKS; }
 
-    // Where it ends.
+    // Where a tile ends.
     __device__ __forceinline__ void look_up() {
         if (next < total) rows = args.work_tiles[next / n_tiles];
     }
 };
+
+// The same thread, where a tile begins.
+template <class Taker>
+__device__ __forceinline__ QueuedTile take_tile(Taker& taker, TileQueue& queue, const Pipeline& pipeline) {
+    pipeline.wait_empty();
+    const QueuedTile tile = {taker.rows, taker.next < taker.total ? taker.n_block() : kNoTile};
+    queue.put(pipeline, tile);
+    if (taker.next < taker.total) taker.next = atomicAdd(&taker.args.tiles->next, 1);
+    return tile;
+}
 
 // ---- launches, each of which may start before the one ahead of it has ended
 

@@ -31,6 +31,41 @@ struct W4Stage {
     static constexpr int kBytes = (kScales + N_BLOCKS * kBlockScales + 1023) / 1024 * 1024;
 };
 
+// By one thread: `columns` columns, in `blocks` blocks, of up to 64 rows of weights, which are `width` tiles of 16
+// rows.
+template <class F>
+__device__ __forceinline__ void copy_codes(uint32_t to, const uint8_t* codes, int width, int columns, int blocks,
+                                           uint32_t barrier) {
+    if (width == 4) {
+        bulk_copy_g2s(to, codes, columns * kColumnBytes<F>, barrier);
+    } else {  // blocks are as far apart as if they had all their rows
+        const int narrow = opaque(width);
+#pragma unroll 1
+        for (int b = 0; b < blocks; ++b) {
+            bulk_copy_g2s(to + b * 2048, codes + b * narrow * 512,
+                          min(kBlockColumns<F>, columns - b * kBlockColumns<F>) * (kColumnBytes<F> / 4) * narrow,
+                          barrier);
+        }
+    }
+}
+
+// Once all tiles are copied, by every thread that copied: the stage after them becomes full for consumers, who see that
+// none is left, and the next kernel may rely on this one having waited for the kernel ahead of it. One CTA is enough
+// for that; others without work leave their SMs to the next kernel.
+template <bool GATHERS>
+__device__ __forceinline__ void end_w4(const GemmArgs& args, Pipeline& pipeline, bool leader, bool idle, bool waited) {
+    pipeline.wait_empty();
+    if (leader) mbarrier_arrive(pipeline.full_barrier());
+    if (GATHERS) mbarrier_arrive(pipeline.full_barrier());
+    if ((blockIdx.x == 0 || !idle) && (!waited || args.second_launch)) grid_dependency_wait();
+    if constexpr (GATHERS) {  // until copies have landed
+        for (int i = 1; i < pipeline.stages; ++i) {
+            pipeline.advance();
+            pipeline.wait_empty();
+        }
+    }
+}
+
 // One thread of each of four warps: a single thread cannot issue copies fast enough. Where they gather rows of x, which
 // is by token, all lanes. `n_tiles` is the number of tiles along N.
 template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART, bool GATHERS = false>
@@ -51,7 +86,7 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                               static_cast<int>(blockIdx.x) < args.tiles->ctas ? blockIdx.x : total);
     const auto next_tile = [&] {
         QueuedTile queued;
-        if (takes) queued = taker.put(queue, pipeline);
+        if (takes) queued = take_tile(taker, queue, pipeline);
         if (GATHERS) __syncwarp();
         if (GATHERS || !takes) queued = queue.wait(pipeline);
         return QueuedTile{queued.rows, of_first_lane(queued.n_block)};
@@ -99,18 +134,7 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                     // Where two blocks share scales and a stage has one, the second stage gets the same scales
                     // again.
                     const int first_scale = k_block * kStepWords<F> / F::kScaleBlocks * F::kScaleBytes;
-                    if (width[i] == 4) {
-                        bulk_copy_g2s(to_codes, codes[i], columns * kColumnBytes<F>, barrier);
-                    } else {  // blocks are as far apart as if they had all their rows
-                        const int narrow = opaque(width[i]);
-#pragma unroll 1
-                        for (int b = 0; b < blocks; ++b) {
-                            bulk_copy_g2s(
-                                to_codes + b * 2048, codes[i] + b * narrow * 512,
-                                min(kBlockColumns<F>, columns - b * kBlockColumns<F>) * (kColumnBytes<F> / 4) * narrow,
-                                barrier);
-                        }
-                    }
+                    copy_codes<F>(to_codes, codes[i], width[i], columns, blocks, barrier);
                     bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
                                   barrier);
                     codes[i] += width[i] * (S::kBlockCodes / 4);
@@ -136,18 +160,7 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
         }
         if (takes) taker.look_up();
     });
-    pipeline.wait_empty();
-    if (leader) mbarrier_arrive(pipeline.full_barrier());
-    if (GATHERS) mbarrier_arrive(pipeline.full_barrier());
-    // The next kernel relies on this one having waited for the kernel ahead of it. One CTA is enough for that; others
-    // without work leave their SMs to the next kernel.
-    if ((blockIdx.x == 0 || !idle) && (!wait_for_x.waited || args.second_launch)) grid_dependency_wait();
-    if constexpr (GATHERS) {  // until copies have landed
-        for (int i = 1; i < pipeline.stages; ++i) {
-            pipeline.advance();
-            pipeline.wait_empty();
-        }
-    }
+    end_w4<GATHERS>(args, pipeline, leader, idle, wait_for_x.waited);
 }
 
 }  // namespace polymoe

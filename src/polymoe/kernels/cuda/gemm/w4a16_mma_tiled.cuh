@@ -215,11 +215,9 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
     static_assert(N_BLOCKS == 2 && K_BLOCKS == 1 && kBlocks == 4);
     static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
+    // every lane arrives for its own reads
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, 4, WARPGROUPS * 128);  // every lane arrives for its own reads
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, 4, WARPGROUPS * 128);
     __syncthreads();
     begin_launch<PART>();
     const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;

@@ -229,11 +229,7 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     const bool gathers = PART != kDown && args.top_k;  // x is by token
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, full_arrivals(gathers), WARPGROUPS * 4);
-        queue.init(args.stages);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, full_arrivals(gathers), WARPGROUPS * 4, queue);
     __syncthreads();
     if (gathers && !args.second_launch) grid_dependency_wait();  // the kernel ahead writes the lists of tiles
     const LaunchOrder order(args);

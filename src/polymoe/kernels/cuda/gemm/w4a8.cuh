@@ -152,19 +152,15 @@ struct W4a8Mainloop {
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
-    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages], ping_pong_barriers[WARPGROUPS];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ Turns<WARPGROUPS> turns;
     __shared__ TileQueue queue;
     static_assert(WARPGROUPS * N_BLOCKS == 4 && PART != kUp);
     static_assert(W4Stage<Mxfp4ToE4m3, E4m3Tiles, 4, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     const uint32_t skipped = (1024 - smem_address(memory) % 1024) % 1024;
     Pipeline pipeline = make_pipeline(args, smem_address(memory) + skipped, barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, 4, WARPGROUPS * 4);
-        queue.init(args.stages);
-        for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, 4, WARPGROUPS * 4, queue, turns);
     uint8_t* scratch = memory + skipped + pipeline.stages * pipeline.stage_bytes;
     float* amax = reinterpret_cast<float*>(scratch + 8 * kLutSteps);
     if (threadIdx.x < kLutSteps) reinterpret_cast<uint64_t*>(scratch)[threadIdx.x] = e2m1_lut(threadIdx.x);
@@ -187,8 +183,7 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     reg_alloc<consumer_regs(WARPGROUPS)>();
     pipeline.parity = 0;
     const int warpgroup = warp / 4;
-    PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]),
-                       smem_address(&ping_pong_barriers[(warpgroup + 1) % WARPGROUPS]), warpgroup == 0};
+    PingPong ping_pong = turns.of(warpgroup, (warpgroup + 1) % WARPGROUPS);
     float acc[N_BLOCKS][BLOCK_M / 2];
     int buffer = 0;  // of amax
     queue.consume(pipeline, total, [&](QueuedTile queued) {

@@ -288,11 +288,7 @@ __device__ __forceinline__ void w4a8_rows_gemm(const GemmArgs& args) {
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     const uint32_t skipped = (1024 - smem_address(memory) % 1024) % 1024;
     Pipeline pipeline = make_pipeline(args, smem_address(memory) + skipped, barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, 4, WARPGROUPS * 4);
-        queue.init(args.stages);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, 4, WARPGROUPS * 4, queue);
     uint8_t* scratch = memory + skipped + pipeline.stages * pipeline.stage_bytes;
     E4m3Operand<F>::fill(scratch);
     __syncthreads();

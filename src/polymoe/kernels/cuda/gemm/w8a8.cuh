@@ -12,7 +12,6 @@
 // Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
 // them. With kChannel, a row's one scale is where that of its first 128 columns is. y is by permuted row.
 #pragma once
-#include "../dequant/e4m3.cuh"
 #include "../epilogue/bf16.cuh"
 #include "../epilogue/e4m3_tiles.cuh"
 #include "../epilogue/f32_rows.cuh"
@@ -20,7 +19,7 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
-#include "schedule.cuh"
+#include "w8a8_producer.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -175,68 +174,39 @@ struct Mainloop {
     }
 };
 
-// Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and permuted tiles
-// with their scales for 128 columns. Otherwise eight lanes have a row of x, 16 columns each, and the next row kAtOnce
-// further on, and a thread has the scales of two rows, on their way to registers while a stage is not empty yet.
+// All that a stage needs, 128 columns of the tiles at a time. Where one thread does not copy them in bulk, each thread
+// has the scales of two rows, on their way to registers while a stage is not empty yet.
 template <Scales SCALES, int BLOCK_M, int PART, bool TILES>
-struct Producer {
+struct Producer : StageCopies<Producer<SCALES, BLOCK_M, PART, TILES>, Stage<BLOCK_M>, SCALES, BLOCK_M, PART, TILES,
+                              TILES && SCALES == kBlock128> {
     using S = Stage<BLOCK_M>;
-    static constexpr int kWarps = 4, kAtOnce = kWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
-    static_assert(BLOCK_M / 2 <= kWarps * 32 && kAtOnce % 8 == 0);
     static constexpr bool kOneThread = TILES && SCALES == kBlock128;
+    using Copies = typename Producer::StageCopies;
+    using Copies::args, Copies::pipeline, Copies::thread, Copies::scales, Copies::source, Copies::StageCopies;
+    static constexpr int kThreads = 128;
+    static_assert(BLOCK_M / 2 <= kThreads);
     // Of scales and of x; and of bulk copies.
     static constexpr int kThreadArrivals = kOneThread ? 0 : TILES ? 1 : 2;
-    static constexpr int kArrivals = 1 + kThreadArrivals * kWarps * 32;
-    const GemmArgs& args;
-    Pipeline& pipeline;
-    const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
-    const uint32_t place;            // of the first row's piece in a stage
-    uint32_t from[kTimes];           // the rows' pieces, in units of 16 bytes
-    const uint8_t* x;                // of the work tile, where it comes in tiles
-    const float *scales, *second_scales;
+    static constexpr int kArrivals = 1 + kThreadArrivals * kThreads;
+    const float* second_scales;
     WeightScales weight_scales;
     float scale[2], weights[2];
 
-    __device__ __forceinline__ Producer(const GemmArgs& args, Pipeline& pipeline, int thread)
-        : args(args),
-          pipeline(pipeline),
-          thread(thread),
-          first(thread / 8),
-          piece(thread % 8),
-          place(opaque(S::kX + first * 128 + (piece ^ (first % 8)) * 16)) {}
-
-    // Of a row of x, in units of 16 bytes; of the last one where the work tile has no such row.
-    __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
-        const uint32_t units = row_bytes(args.k) / 16;
-        const int permuted_row = tile.row + min(row, tile.rows - 1);
-        if (SCALES == kChannel) return x_row<PART>(args, permuted_row) * units;
-        return args.permuted_to_expanded[permuted_row] / args.top_k * units;
-    }
-
     __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
-        const uint4* all = reinterpret_cast<const uint4*>(args.x);
         if constexpr (SCALES == kBlock128) weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
+        this->find_x(tile);
         if constexpr (TILES) {
-            const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
-            x = reinterpret_cast<const uint8_t*>(all) +
-                static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
-            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128);
-            if (!kOneThread) scales += min(2 * thread, padded - 2);
-        } else {
+            if (!kOneThread) scales += min(2 * thread, padded_rows(tile.rows) - 2);
+            if constexpr (SCALES == kChannel) scale[0] = scales[0], scale[1] = scales[1];
+        } else if constexpr (SCALES == kChannel) {
 #pragma unroll
-            for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
-            if constexpr (SCALES == kChannel) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int row = min(2 * thread + i, tile.rows - 1);
-                    scale[i] = row_scale<PART>(args, source(tile, row), tile.row + row);
-                }
-            } else {
-                scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread) + args.k / 16);
-                second_scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread + 1) + args.k / 16);
+            for (int i = 0; i < 2; ++i) {
+                const int row = min(2 * thread + i, tile.rows - 1);
+                scale[i] = row_scale<PART>(args, source(tile, row), tile.row + row);
             }
+        } else {
+            scales = this->scales_of(tile, 2 * thread), second_scales = this->scales_of(tile, 2 * thread + 1);
         }
-        if constexpr (SCALES == kChannel && TILES) scale[0] = scales[0], scale[1] = scales[1];
     }
 
     __device__ __forceinline__ void fetch_scales(WorkTile tile, int k_block) {
@@ -260,60 +230,26 @@ struct Producer {
         }
     }
 
-    // All bulk copies, by one thread.
-    __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
-                                         uint32_t stage, uint32_t barrier) {
-        const uint32_t rows = TILES ? padded_rows(tile.rows) : 0, x_bytes = rows * 128;
-        const uint32_t scale_bytes = kOneThread ? rows * 4 : 0;
-        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes + scale_bytes);
-        bulk_copy_g2s_evict_first(stage, codes, bytes, barrier);
-        if (TILES) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
-        if (kOneThread) bulk_copy_g2s(stage + S::kScales, scales + k_block * rows, scale_bytes, barrier);
+    __device__ __forceinline__ void copy_bulk(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
+                                              uint32_t stage, uint32_t barrier) {
+        if (kOneThread) store_scales(tile, stage);
+        if (thread == 0) this->template copy<true>(tile, codes, bytes, k_block, stage, barrier);
     }
 
-    // The first thread takes tiles, the next one ahead of its use.
-    __device__ __forceinline__ void run(TileQueue& queue, int total, int n_tiles) {
-        const int k_blocks = args.k / kE4m3BlockK;
-        if (kOneThread && thread) return;
-        TileTaker<kTileBytes / kBlockBytes> taker(args, total, n_tiles, blockIdx.x);
-        const auto next_tile = [&] {
-            if (thread == 0) taker.put(queue, pipeline);
-            if (!kOneThread) __syncwarp();
-            return queue.wait(pipeline);
-        };
-        for_each_tile(total, next_tile, [&](QueuedTile queued) {
-            const WorkTile tile = queued.rows;
-            const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
-            const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
-            const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
-            find(tile, n_tile);
-            fetch_scales(tile, 0);
-#pragma unroll 1
-            for (int k_block = 0; k_block < k_blocks; ++k_block) {
-                const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
-                pipeline.wait_empty();
-                if (thread == 0 && k_block) queue.announce(pipeline);
-                if (kOneThread) store_scales(tile, stage);
-                if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
-                codes += bytes;
-                if constexpr (!TILES) {
-                    const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
-#pragma unroll
-                    for (int i = 0; i < kTimes; ++i) {
-                        if (first + i * kAtOnce < tile.rows)
-                            cp_async_16(stage + place + i * kAtOnce * 128, columns + from[i]);
-                    }
-                    cp_async_mbarrier_arrive(barrier);
-                }
-                if (!kOneThread) {
-                    store_scales(tile, stage);
-                    mbarrier_arrive(barrier);
-                }
-                if (k_block + 1 < k_blocks) fetch_scales(tile, k_block + 1);
-                pipeline.advance();
-            }
-            if (thread == 0) taker.look_up();
-        });
+    __device__ __forceinline__ void copy_rows(WorkTile tile, int k_block, uint32_t stage, uint32_t barrier) {
+        if constexpr (!TILES) {
+            this->gather(tile, k_block, stage);
+            cp_async_mbarrier_arrive(barrier);
+        }
+        if (!kOneThread) {
+            store_scales(tile, stage);
+            mbarrier_arrive(barrier);
+        }
+    }
+
+    __device__ __forceinline__ bool idle() const { return kOneThread && thread; }
+
+    __device__ __forceinline__ void end() const {
         for (int i = thread == 0 ? -1 : 0; i < kThreadArrivals; ++i) mbarrier_arrive(pipeline.full_barrier());
     }
 };
@@ -332,18 +268,14 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
     static_assert(w8a8::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
     extern __shared__ __align__(1024) uint8_t memory[];
-    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages], ping_pong_barriers[kWarpgroups];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ Turns<kWarpgroups> turns;
     __shared__ float amax[3 * BLOCK_M];
     __shared__ TileQueue queue;
     __shared__ QueuedTile held_tiles[kWarps];  // kChannel
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32);
-        queue.init(args.stages);
-        for (int i = 0; i < kWarpgroups; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32, queue, turns);
     for (int i = threadIdx.x; i < 3 * BLOCK_M; i += blockDim.x) amax[i] = 0.0f;
     __syncthreads();
     begin_launch<PART>();
@@ -353,14 +285,14 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
         reg_dealloc<40>();
         pipeline.parity = 1;
         begin_x<PART>();
-        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(queue, total, n_tiles);
+        Producer producer(args, pipeline, threadIdx.x - kWarps * 32);
+        producer.template run<TileTaker<kTileBytes / kBlockBytes>>(queue, total, n_tiles);
         return;
     }
     reg_alloc<232>();
     pipeline.parity = 0;
     const int warpgroup = warp / 4, n_blocks = args.n / 64;
-    PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]), smem_address(&ping_pong_barriers[1 - warpgroup]),
-                       warpgroup == 0};
+    PingPong ping_pong = turns.of(warpgroup, 1 - warpgroup);
     float acc[kNBlocks][BLOCK_M / 2];
     int buffer = 0;  // of amax
     queue.consume(pipeline, total, [&](QueuedTile queued) {

@@ -358,10 +358,8 @@ __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
     __shared__ __align__(16) RowMaxima<BLOCK_M> maxima;
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
         init_barriers(args, pipeline, 1 + 32 * XProducer<SCALES, BLOCK_M, PART>::kTogether, kWarps * 32);
-        mbarrier_init_fence();
-    }
     __syncthreads();
     begin_launch<PART>();
     const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;

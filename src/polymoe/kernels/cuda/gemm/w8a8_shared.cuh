@@ -9,13 +9,12 @@
 // Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
 // them. y is by permuted row.
 #pragma once
-#include "../dequant/e4m3.cuh"
 #include "../epilogue/row_sums.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma_e4m3.cuh"
 #include "../ptx/word_copy.cuh"
-#include "schedule.cuh"
+#include "w8a8_producer.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -117,13 +116,7 @@ struct ExpertTiles {
         look_up();
     }
 
-    __device__ __forceinline__ QueuedTile put(TileQueue& queue, const Pipeline& pipeline) {
-        pipeline.wait_empty();
-        const QueuedTile tile = {rows, next < total ? n_tile * (kTileBytes / kBlockBytes) : kNoTile};
-        queue.put(pipeline, tile);
-        if (next < total) next = atomicAdd(&args.tiles->next, 1);
-        return tile;
-    }
+    __device__ __forceinline__ int n_block() const { return n_tile * (kTileBytes / kBlockBytes); }
 
     __device__ __forceinline__ void look_up() {
         if (next >= total) return;
@@ -147,115 +140,51 @@ struct ExpertTiles {
     }
 };
 
-// All that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and permuted tiles with their
-// scales for 128 columns. Otherwise four warps gather rows of x: eight lanes have a row, 16 columns each, and the next
-// row kAtOnce further on; and a thread has the scale of a row.
+// All that a stage needs, 128 columns of the tiles at a time. Where rows of x are gathered, so are their scales, one by
+// a thread.
 template <int BLOCK_M, int PART, bool TILES>
-struct Producer {
+struct Producer : StageCopies<Producer<BLOCK_M, PART, TILES>, Stage<BLOCK_M>, kBlock128, BLOCK_M, PART, TILES, TILES> {
     using S = Stage<BLOCK_M>;
-    static constexpr int kThreads = TILES ? 1 : 128, kAtOnce = kThreads / 8, kTimes = TILES ? 1 : BLOCK_M / kAtOnce;
-    static constexpr int kArrivals = TILES ? 1 : 1 + kThreads;
+    using Copies = typename Producer::StageCopies;
+    using Copies::args, Copies::pipeline, Copies::thread, Copies::scales, Copies::source, Copies::StageCopies;
+    static constexpr int kThreads = TILES ? 1 : 128, kArrivals = TILES ? 1 : 1 + kThreads;
     static_assert(BLOCK_M <= 128);
-    const GemmArgs& args;
-    Pipeline& pipeline;
-    const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
-    const uint32_t place;            // of the first row's piece in a stage
-    uint32_t from[kTimes];           // the rows' pieces, in units of 16 bytes
-    const uint8_t* x;                // of the work tile, where it comes in tiles
-    const float* scales;
     WeightScales weight_scales;
-
-    __device__ __forceinline__ Producer(const GemmArgs& args, Pipeline& pipeline, int thread)
-        : args(args),
-          pipeline(pipeline),
-          thread(thread),
-          first(thread / 8),
-          piece(thread % 8),
-          place(opaque(S::kX + first * 128 + (piece ^ (first % 8)) * 16)) {}
-
-    // Of a row of x, in units of 16 bytes; of the last one where the work tile has no such row.
-    __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
-        const int permuted_row = tile.row + min(row, tile.rows - 1);
-        return args.permuted_to_expanded[permuted_row] / args.top_k * (row_bytes(args.k) / 16);
-    }
+    float weights[2];
 
     __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
         weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
-        if constexpr (TILES) {
-            const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
-            x = reinterpret_cast<const uint8_t*>(args.x) +
-                static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
-            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128);
-        } else {
-#pragma unroll
-            for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
-            scales = reinterpret_cast<const float*>(reinterpret_cast<const uint4*>(args.x) + source(tile, thread) +
-                                                    args.k / 16);
+        this->find_x(tile);
+        if (!TILES) scales = this->scales_of(tile, thread);
+    }
+
+    __device__ __forceinline__ void fetch_scales(WorkTile tile, int k_block) {
+        if (TILES) weights[0] = weight_scales.first[k_block], weights[1] = weight_scales.second[k_block];
+    }
+
+    __device__ __forceinline__ void copy_bulk(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
+                                              uint32_t stage, uint32_t barrier) {
+        if (TILES) {
+            st_shared(stage + S::kScales + BLOCK_M * 4, __float_as_uint(weights[0]));
+            st_shared(stage + S::kScales + BLOCK_M * 4 + 4, __float_as_uint(weights[1]));
+        }
+        if (thread == 0) this->template copy<false>(tile, codes, bytes, k_block, stage, barrier);
+    }
+
+    __device__ __forceinline__ void copy_rows(WorkTile tile, int k_block, uint32_t stage, uint32_t barrier) {
+        if constexpr (!TILES) {
+            this->gather(tile, k_block, stage);
+            const uint32_t to = stage + S::kScales;
+            if (thread < tile.rows) cp_async_4(to + thread * 4, scales + k_block);
+            if (thread == 0) cp_async_4(to + BLOCK_M * 4, weight_scales.first + k_block);
+            if (thread == 32) cp_async_4(to + BLOCK_M * 4 + 4, weight_scales.second + k_block);
+            cp_async_mbarrier_arrive(barrier);
         }
     }
 
-    // By one thread.
-    __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
-                                         uint32_t stage, uint32_t barrier) {
-        const uint32_t rows = TILES ? padded_rows(tile.rows) : 0, x_bytes = rows * 128;
-        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes + rows * 4);
-        bulk_copy_g2s(stage, codes, bytes, barrier);
-        if (TILES) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
-        if (TILES) bulk_copy_g2s(stage + S::kScales, scales + k_block * rows, rows * 4, barrier);
-    }
+    __device__ __forceinline__ bool idle() const { return thread >= kThreads; }
 
-    __device__ __forceinline__ void gather(WorkTile tile, int k_block, uint32_t stage, uint32_t barrier) {
-        const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) {
-            if (first + i * kAtOnce < tile.rows) cp_async_16(stage + place + i * kAtOnce * 128, columns + from[i]);
-        }
-        const uint32_t to = stage + S::kScales;
-        if (thread < tile.rows) cp_async_4(to + thread * 4, scales + k_block);
-        if (thread == 0) cp_async_4(to + BLOCK_M * 4, weight_scales.first + k_block);
-        if (thread == 32) cp_async_4(to + BLOCK_M * 4 + 4, weight_scales.second + k_block);
-        cp_async_mbarrier_arrive(barrier);
-    }
-
-    // The first thread takes tiles, the next one ahead of its use.
-    __device__ __forceinline__ void run(TileQueue& queue, int total, int n_tiles) {
-        const int k_blocks = args.k / kE4m3BlockK;
-        if (thread >= kThreads) return;
-        ExpertTiles taker(args, total, n_tiles, blockIdx.x);
-        const auto next_tile = [&] {
-            if (thread == 0) taker.put(queue, pipeline);
-            if (!TILES) __syncwarp();
-            return queue.wait(pipeline);
-        };
-        for_each_tile(total, next_tile, [&](QueuedTile queued) {
-            const WorkTile tile = queued.rows;
-            const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
-            const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
-            const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
-            find(tile, n_tile);
-            float of_weights[2] = {};
-            const auto fetch = [&](int k_block) {
-                if (!TILES) return;
-                of_weights[0] = weight_scales.first[k_block], of_weights[1] = weight_scales.second[k_block];
-            };
-            fetch(0);
-#pragma unroll 1
-            for (int k_block = 0; k_block < k_blocks; ++k_block) {
-                const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
-                pipeline.wait_empty();
-                if (thread == 0 && k_block) queue.announce(pipeline);
-                if (TILES) {
-                    st_shared(stage + S::kScales + BLOCK_M * 4, __float_as_uint(of_weights[0]));
-                    st_shared(stage + S::kScales + BLOCK_M * 4 + 4, __float_as_uint(of_weights[1]));
-                }
-                if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
-                codes += bytes;
-                if (!TILES) gather(tile, k_block, stage, barrier);
-                if (k_block + 1 < k_blocks) fetch(k_block + 1);
-                pipeline.advance();
-            }
-            if (thread == 0) taker.look_up();
-        });
+    __device__ __forceinline__ void end() const {
         if (thread == 0) mbarrier_arrive(pipeline.full_barrier());
         if (!TILES) mbarrier_arrive(pipeline.full_barrier());
     }
@@ -279,11 +208,7 @@ __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
     __shared__ TileQueue queue;
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
-    if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32);
-        queue.init(args.stages);
-        mbarrier_init_fence();
-    }
+    if (threadIdx.x == 0) init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32, queue);
     __syncthreads();
     begin_launch<PART>();
     const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;
@@ -292,7 +217,8 @@ __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
         reg_dealloc<56>();
         pipeline.parity = 1;
         begin_x<PART>();
-        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(queue, total, n_tiles);
+        Producer producer(args, pipeline, threadIdx.x - kWarps * 32);
+        producer.template run<ExpertTiles>(queue, total, n_tiles);
         return;
     }
     reg_alloc<224>();
