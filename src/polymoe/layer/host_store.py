@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -73,8 +74,11 @@ class HostStore:
 def near(device: torch.device) -> Iterator[None]:
     """Keep this thread on the CPUs of a GPU's NUMA node: pages that it touches first, as locking them does, lie on that
     node while there is room."""
-    before = os.sched_getaffinity(0) if device.type == "cuda" and hasattr(os, "sched_getaffinity") else set()
-    cpus = before and before & cpus_near(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type != "cuda" or sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    cpus = before & cpus_near(torch.cuda.current_device() if device.index is None else device.index)
     if not cpus:
         yield
         return
