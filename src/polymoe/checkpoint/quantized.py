@@ -169,7 +169,8 @@ class QuantizedReader:
         device: torch.device,
     ) -> None:
         self._read, self._encodings, self._where, self._experts = read, encodings, where, experts
-        self._device = device
+        # Threads have a current GPU of their own.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
         self._next = experts.start
         self._ahead: dict[int, Future[Expert]] = {}
         self._done: dict[int, Expert] = {}
@@ -216,7 +217,7 @@ def _pinned(expert: Expert, device: torch.device) -> Expert:
     """Copy an expert to pinned memory, from which a GPU copies faster than from a mapped file."""
     if device.type != "cuda":
         return expert
-    with torch.cuda.device(device):  # threads begin with the first GPU
+    with torch.cuda.device(device):
         return expert.map(lambda part: part.pin_memory() if part.is_cpu else part)
 
 
