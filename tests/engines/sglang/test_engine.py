@@ -15,6 +15,7 @@ import pytest
 from engines.common import changed
 from safetensors.torch import load_file, save_file
 
+from polymoe.checkpoint.quantize import quantize_checkpoint
 from support import requantized
 from support.sglang_engine import PROMPTS, environment
 from support.stacked import MODELS
@@ -103,6 +104,13 @@ def test_gpt_oss_answers() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_answers(written: Callable[[str], Path], format: str) -> None:
     assert answers(ask(written(format))) == SUMS
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g128", "fp8_block128"])
+def test_files_of_quantize_are_loaded_by_sglang(written: Callable[[str], Path], tmp_path: Path, format: str) -> None:
+    """SGLang's own parameters and loaders take every name and shape; polymoe computes."""
+    quantize_checkpoint(written("BF16"), format, tmp_path / "out")
+    assert answers(ask(tmp_path / "out")) == SUMS
 
 
 def test_two_ranks_of_tensor_parallelism_answer(written: Callable[[str], Path]) -> None:
