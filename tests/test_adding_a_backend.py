@@ -92,8 +92,8 @@ AFFECTED = (
 """What speaks of all backends."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_guide_leaves_checks_and_tests_green(tmp_path: Path) -> None:
     """Its steps word for word, in a copy: a file with the example, a row in ``_OURS``, the generated documents."""
     parts = ("src", "tests", "benchmarks", "docs", "scripts", "constraints", "examples", "models", ".github", ".ci")

@@ -1,7 +1,7 @@
 """A pytest plugin: which of the slow tests a run includes (``--slow``): none, a sample, or all.
 
 A sample has some tests of each group: of each test function, whatever its parameters. A test that is alone in its group
-is in every second sample. A seed chooses them: the commit's hash, so that every commit tests others and all runs of one
+is in every fourth sample. A seed chooses them: the commit's hash, so that every commit tests others and all runs of one
 commit the same. ``POLYMOE_TEST_SEED`` sets it, to repeat a run of another commit. Tests marked ``long`` are in no
 sample.
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 SEED = "POLYMOE_TEST_SEED"
-SAMPLED_OF_A_GROUP = 1 / 8
+SAMPLED_ALONE = 1 / 4
+SAMPLED_OF_A_GROUP = 1 / 16
 """At least one test of each group of several, whatever the share comes to, and as many as ``slow(sample=12)`` says."""
 
 
@@ -33,7 +34,7 @@ def sample(tests: Mapping[str, int], seed: str) -> set[str]:
     for name, members in groups.items():
         count = max(math.ceil(len(members) * SAMPLED_OF_A_GROUP), min(tests[members[0]], len(members)))
         draw = random.Random(f"{seed} {name}")
-        if len(members) > 1 or draw.random() < 0.5:
+        if len(members) > 1 or draw.random() < SAMPLED_ALONE:
             chosen.update(draw.sample(sorted(members), count))
     return chosen
 

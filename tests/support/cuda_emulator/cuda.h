@@ -13,7 +13,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <random>
 #include <ucontext.h>
 #include <vector>
 
@@ -110,7 +109,6 @@ struct Block {
     std::map<int, Meeting> warps, named;
     std::map<uint32_t, Barrier> barriers;
     std::vector<Copy> copies;
-    std::mt19937 random;
     Index block, grid;
     int size, shared_bytes;
     bool moved, waited, copied;
@@ -197,9 +195,9 @@ inline bool run_block() {
     if (how == 2) return false;
     while (true) {
         if (next == here.threads.size()) {  // a turn is over
-            if (!here.copies.empty() && (here.random() % 3 == 0 || !here.moved)) {
+            if (!here.copies.empty() && (random() % 3 == 0 || !here.moved)) {
                 for (size_t count = 1 + here.copies.size() / 16; count > 0; --count) {
-                    land(here.random() % here.copies.size());
+                    land(random() % here.copies.size());
                 }
                 here.moved = true;
             }
@@ -211,7 +209,7 @@ inline bool run_block() {
                 snprintf(here.error, sizeof here.error, "all threads wait");
                 return false;
             }
-            here.moved = false, next = 0, ++turn, backwards = here.random() % 2;
+            here.moved = false, next = 0, ++turn, backwards = random() % 2;
         }
         Thread& t = here.threads[backwards ? here.threads.size() - 1 - next : next];
         ++next;
@@ -529,7 +527,7 @@ extern "C" const char* emulate(void (*call)(void*, const void*), void* kernel, c
         }
     }
     here.kernel = [=] { call(kernel, args); };
-    here.random.seed(seed);
+    srandom(seed);
     here.grid = {grid_x, grid_y}, here.size = threads, here.shared_bytes = shared_bytes;
     here.ranges.clear();
     for (int i = 0; i < count; ++i)
