@@ -357,7 +357,7 @@ def serve(path: Path) -> str:
     tables: dict[tuple[object, ...], list[serving.ServingRecord]] = {}
     for r in serving.newest(serving.read(path)):
         tables.setdefault(r.series, []).append(r)
-    return "\n".join(report.markdown(sorted(rows, key=lambda r: r.load)) for rows in tables.values())
+    return "\n".join(report.markdown(sorted(rows, key=lambda r: r.batch_size)) for rows in tables.values())
 
 
 def attacks(path: Path) -> str:

@@ -64,18 +64,15 @@ NEEDED: dict[str, list[str]] = {
 WRONG = {
     "--backend": "magic", "--backends": "magic", "--device": "warp", "--device-map": "magic", "--routing": "zipf:0",
     "--tokens": "1,0", "--batch-size": "1,x", "--experts": "all", "--measure": "all", "--implementations": ",",
-    "--attention": "magic", "--prefill-attention": "magic", "--concurrency": "0", "--request-rate": "-1",
-    "--input-len": "x",
+    "--attention": "magic", "--prefill-attention": "magic",
+    "--concurrency": "0", "--input-len": "x",
     "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
-    "--api-key": "\u00e4", "--tasks": ",", "--include-path": f"{README}/directory", "--out": f"{README}/file",
+    "--api-key": "\u00e4", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
     "--record-routing": f"{README}/file",
     "--config": f"{README}/file", "--host": "no such host", "--cors-origins": "*,nonsense",
 }  # fmt: skip
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
-
-ALONE = {"--checkpoint", "--tasks", "--concurrency", "--request-rate"}
-"""Options instead of other arguments."""
 
 FREE = {
     "--commit", "--label", "--model", "--name", "--system",  # any text
@@ -97,8 +94,7 @@ def test_a_wrong_value_exits_with_2(cli: Cli, name: str, option: str) -> None:
     value = WRONG.get(option, "nonsense")
     if option == "--experts" and name == "bench kernels":
         value = "0"
-    arguments = [] if option in ALONE and name == "eval run" else NEEDED[name]
-    code, out, err = cli(*name.split(), *arguments, option, value)
+    code, out, err = cli(*name.split(), *NEEDED[name], option, value)
     assert (code, out) == (2, ""), err
     assert option in err
     assert "Traceback" not in err

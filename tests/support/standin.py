@@ -49,14 +49,9 @@ class Standin:
     max_model_len: int | None = None
     owner: str = "standin"
     key: str | None = None
-    metrics: list[str] = field(default_factory=list)
-    server_info: dict[str, Any] | None = None
-    profiler: bool = False
 
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
-    switched: list[str] = field(default_factory=list)
     under_way: int = 0
     most: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,7 +59,7 @@ class Standin:
 
     @property
     def measured(self) -> list[dict[str, Any]]:
-        """Requests for more than the few tokens of a probe, a warm-up or a trace."""
+        """Requests for more than the few tokens of a probe or a warm-up."""
         return [body for body in self.asked if body["stream"] and body["max_tokens"] > 8]
 
     @contextlib.contextmanager
@@ -105,10 +100,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             about = {"owned_by": s.owner, "max_model_len": s.max_model_len}
             self._json(200, {"data": [{"id": name, **about} for name in s.models]})
-        elif self.path == "/metrics" and s.metrics:
-            self._send(200, (s.metrics.pop(0) if len(s.metrics) > 1 else s.metrics[0]).encode(), "text/plain")
-        elif self.path == "/server_info" and s.server_info is not None:
-            self._json(200, s.server_info)
         else:
             self._json(404, {"detail": "Not Found"})
 
@@ -117,15 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if s.key is not None and self.headers.get("Authorization") != f"Bearer {s.key}":
             return self._json(401, {"error": {"message": "wrong key"}})
-        if self.path in ("/start_profile", "/stop_profile") and s.profiler:
-            s.switched.append(self.path)
-            return self._send(200, b"trace.json" if self.path == "/stop_profile" else b"", "text/plain")
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             return self._json(404, {"detail": "Not Found"})
         with s.lock:
             number = len(s.measured)
             s.asked.append(body)
-            s.arrived.append(time.perf_counter())
             full = s.room is not None and s.under_way >= s.room and body in s.measured
             s.under_way += not full
             s.most = max(s.most, s.under_way)

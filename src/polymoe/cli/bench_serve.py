@@ -1,4 +1,4 @@
-"""``polymoe bench serve``: a table of a server's performance with a batch, a number of clients or a request rate."""
+"""``polymoe bench serve``: a table of a server's performance with batches of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from polymoe.cli.commands import Command
-from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, numbers, option, plot_file
+from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, numbers, option
 from polymoe.cli.output import command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.openai_client import Server
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ListCommand", "command"]
 
-_LISTS = ("--batch-size", "--input-len", "--output-len", "--concurrency", "--request-rate", "--gpu-ids")
+_LISTS = ("--batch-size", "--input-len", "--output-len", "--gpu-ids")
 
 
 class ListCommand(Command):
@@ -61,48 +61,11 @@ class _Load:
     batch_size: tuple[int, ...] = option(
         "1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", "--batch-size", parse=_counts
     )
-    concurrency: tuple[int, ...] | None = option(
-        None, "Instead of batches: so many requests at a time; each finished one starts the next.", "--concurrency",
-        parse=_counts,
-    )  # fmt: skip
-    request_rate: tuple[float, ...] | None = option(
-        None,
-        "Instead of batches: requests per second on average (Poisson).",
-        "--request-rate",
-        parse=numbers(1e-6, 1e9, float),
-    )
     input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_counts)
     output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_counts)
-    requests: int | None = option(
-        None, "Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20.",
-        "--requests", "--num-prompts", min=1,
-    )  # fmt: skip
     shared_prefix: int = option(0, "Number of tokens that all prompts share, for the server's cache.", min=0)
-    warmup: bool = option(True, "Send a small row before each row, without measuring it.", "--warmup/--no-warmup")
-    seed: int | None = option(None, "Seed of prompts and arrivals. Default: random.")
-
-    def rows(self) -> list[Load]:
-        """What is measured.
-
-        Raises:
-            BadParameter: for options that exclude each other.
-            ArgumentError: for loads that cannot be measured.
-        """
-        from polymoe.bench.serving.run import rows
-
-        if self.concurrency is not None and self.request_rate is not None:
-            raise typer.BadParameter("give either --concurrency or --request-rate")
-        if self.concurrency is not None:
-            mode, loads = "concurrency", self.concurrency
-        elif self.request_rate is not None:
-            mode, loads = "rate", self.request_rate
-        else:
-            mode, loads = "batch", self.batch_size
-            if self.requests is not None:
-                raise typer.BadParameter(
-                    "--requests needs --concurrency or --request-rate; a batch has as many requests as its size"
-                )
-        return rows(mode, loads, self.input_len, self.output_len, self.requests)
+    warmup: bool = option(True, "Send a small batch before each row, without measuring it.", "--warmup/--no-warmup")
+    seed: int | None = option(None, "Seed of prompts. Default: random.")
 
 
 @dataclass(frozen=True)
@@ -137,30 +100,25 @@ class _Output(RecordOutput):
 
     label: str | None = option(None, "The server's name in tables. Default: its own name.")
     markdown: Path | None = option(None, "Write the table to this file.", "--markdown", parse=file_to_write)
-    plot: Path | None = option(
-        None, "Plot rates and times over the load as a PNG, with similar rows in --out.", "--plot", parse=plot_file
-    )
-    profile: bool = option(False, "Repeat a short copy of each row under the server's profiler.", "--profile")
 
 
 def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
-    """Measure any OpenAI-compatible server from a client: batch by batch, or under load.
+    """Measure any OpenAI-compatible server from a client, batch by batch.
 
+    For steady load, guidellm asks the same server: docs/serving-benchmarks.md has the command.
     Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
     from polymoe.bench.records import append, check_writable
-    from polymoe.bench.serving.record import read
+    from polymoe.bench.serving.run import rows
 
     # Errors that would appear after minutes of measuring are found here.
     server = Server(
         url=access.server, api_key=access.api_key or "none", timeout_s=access.request_timeout_s,
         silence_s=access.timeout_s, retries=0,
     )  # fmt: skip
-    planned = load.rows()
-    earlier: list[ServingRecord] = []
+    planned = rows(load.batch_size, load.input_len, load.output_len)
     if output.out is not None:
         check_writable(output.out)
-        earlier = read(output.out) if output.plot is not None else []
     counter = _counter(access)
     meter = _meter(gpus.gpu_ids, gpus.gpus, server.host)
     found: list[ServingRecord] = []
@@ -175,7 +133,7 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
         with Progress("bench serve", len(planned)) as progress:
             asyncio.run(_measure(server, access, planned, keep, progress.update, load, gpus, output, counter, meter))
     finally:  # after an interruption too, print finished rows
-        _report(found, earlier, output)
+        _report(found, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
 
@@ -231,15 +189,13 @@ async def _measure(
             tokenizer=counter,
             meter=meter,
             warm=load.warmup,
-            profile=output.profile,
             say=progress,
         )
-        await bench.run(planned, keep, lambda row, trace: say(f"{row}: trace: {trace}"))
+        await bench.run(planned, keep)
 
 
-def _report(found: list[ServingRecord], earlier: list[ServingRecord], output: _Output) -> None:
+def _report(found: list[ServingRecord], output: _Output) -> None:
     from polymoe.bench.serving import report
-    from polymoe.bench.serving.record import newest
 
     if output.json and found:
         print_json([record.to_dict() for record in found])
@@ -249,10 +205,6 @@ def _report(found: list[ServingRecord], earlier: list[ServingRecord], output: _O
         say(line)
     if output.markdown is not None and found:
         report.write_markdown(output.markdown, found)
-    if output.plot is not None and any(record.answered for record in found):
-        like = {(r.mode, r.input_len, r.output_len) for r in found}
-        same = [r for r in earlier if (r.mode, r.input_len, r.output_len) in like]
-        report.plot(newest([*same, *found]), output.plot)
 
 
 def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:

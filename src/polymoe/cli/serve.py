@@ -70,11 +70,10 @@ class _Batching:
 
 @dataclass(frozen=True)
 class _Logs(RecordedRouting):
-    """Logs and traces."""
+    """Logs."""
 
     access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Minimum level of log lines.")
-    profile: Path | None = option(None, "Directory for profiler traces; enables /start_profile and /stop_profile.")
 
 
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -148,7 +147,6 @@ def command(
         stopped_by = serve(
             checkpoint,
             **{**asked, "cors_origins": address.cors_origins or ()},
-            profile=logs.profile,
             record_routing=logs.record_routing,
             on_loaded=say,
             on_ready=lambda url: say(f"{chat.format(url)}{url}/docs describes the API\nserving on {url}"),

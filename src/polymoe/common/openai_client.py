@@ -87,7 +87,7 @@ class Server:
 
     @property
     def root(self) -> str:
-        """The address to which paths such as ``/metrics`` are added."""
+        """The address without the API's ``/v1``, for records."""
         return self.base_url.removesuffix("/v1")
 
     @property
@@ -222,9 +222,7 @@ class ServerConnection:
         except aiohttp.ClientError as error:  # those that the transport does not translate
             raise httpx.RemoteProtocolError(str(error)) from error
 
-    async def request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, at: str | None = None
-    ) -> Reply:
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
         """Send a request, with a JSON body or none, until it has a reply other than 408, 409, 429 and 5xx, or as often
         as the server's limits allow, and return the last reply.
 
@@ -232,14 +230,13 @@ class ServerConnection:
             method: of HTTP.
             path: added to the server's ``base_url``.
             body: of the request.
-            at: another address than ``base_url``.
 
         Raises:
             ServerError: if there is none.
         """
         import httpx
 
-        retries, wait_s, url = 0, FIRST_WAIT_S, (at or self.server.base_url) + path
+        retries, wait_s, url = 0, FIRST_WAIT_S, self.server.base_url + path
         while True:
             after_s = None
             try:

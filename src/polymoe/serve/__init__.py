@@ -10,7 +10,6 @@ The modules, from the outside in. A request takes this way, and a module imports
     gate                 API key, headers, size and number of requests; watches whether the client is still connected
     summary, logs        what the server says at its start, and logs while it runs
     app                  the endpoints: each request is prepared, its answers are generated and written
-    profiling            two more endpoints, on request
     prompts              beside the event loop: messages, chat templates, tokens
     messages             the messages of a chat, checked
     generation           chooses what runs requests:

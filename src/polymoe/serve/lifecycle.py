@@ -61,7 +61,6 @@ class ServerOptions:
         temperature: of requests that name none; None is the checkpoint's own.
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
         page: answer ``/`` with a page to chat in.
-        profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
         record_routing: a new file for the expert ids of all calls, written at the end; without CUDA graphs.
 
     Raises:
@@ -90,7 +89,6 @@ class ServerOptions:
     temperature: float | None = None
     cors_origins: Sequence[str] = ()
     page: bool = True
-    profile: str | Path | None = None
     record_routing: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -156,10 +154,7 @@ def serve(
             from polymoe.serve.app import ModelServer
             from polymoe.serve.gate import Gate, cors
             from polymoe.serve.logs import access_log
-            from polymoe.serve.profiling import add_profiler, check_directory
 
-        if o.profile is not None:
-            check_directory(Path(o.profile))
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
         placed = {} if o.device_map is None else {"device_map": o.device_map}
@@ -170,8 +165,6 @@ def serve(
             batching["graphs"] = False
         answers = o.of("max_tokens", "temperature", "page")
         served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
-        if o.profile is not None:
-            add_profiler(served.app, Path(o.profile))
         admitted = o.of("api_key", "max_request_bytes", "max_concurrent_requests")
         gate = Gate(served.app, metrics=served.metrics, on_answer=access_log, **admitted)
         on_loaded(_said(served, model, o, connections))

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,8 +17,6 @@ pytest.importorskip("httpx_aiohttp")
 
 from bench.serving.test_run import BATCH, ORIGIN
 from polymoe.bench.serving.client import NO_TOKEN, TimedAnswer
-from polymoe.bench.serving.measures import Counted
-from polymoe.bench.serving.observe import acceptance_length, cache_hit_rate
 from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import record
 from polymoe.errors import ArgumentError, ServerError
@@ -144,7 +141,7 @@ WRONG: list[dict[str, Any]] = [
 def test_wrong_counts_are_said_and_not_turned_into_rates(counts: dict[str, Any]) -> None:
     answer = asked([HEAD, TOKEN, PAUSE, TOKEN, usage(**counts), DONE], tokens=20)
     assert (answer.error, answer.prompt_tokens, answer.completion_tokens) == (None, None, None)
-    found = record(replace(BATCH, load=1, requests=1), ORIGIN, [answer], prompt_tokens=50)
+    found = record(replace(BATCH, batch_size=1), ORIGIN, [answer], prompt_tokens=50)
     assert (found.input_tokens, found.output_tokens, found.counted_by) == (50, 2, "chunks")
     assert any(note.startswith("the server's counts cannot be true in 1 answers") for note in found.notes)
     assert found.cache_hit_rate is None
@@ -160,16 +157,6 @@ def test_true_counts_are_taken() -> None:
     assert longer.completion_tokens == 60
 
 
-def test_counters_that_cannot_be_true_give_no_rate() -> None:
-    queries, hits = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-    drafts, accepted = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
-    answers = [Counted(TimedAnswer(sent=0.0), 50, 20, "usage")]
-    for before, after in (({}, {queries: [10.0], hits: [20.0]}), ({queries: [20.0], hits: [20.0]}, {queries: [5.0]})):
-        assert cache_hit_rate(answers, before, after) is None
-    for after in ({drafts: [10.0], accepted: [-5.0]}, {drafts: [-10.0], accepted: [5.0]}):
-        assert asyncio.run(acceptance_length(client_of("http://h"), {}, after)) is None
-
-
 @pytest.mark.parametrize("counts", [lambda n: n**3, lambda n: 10**9, lambda n: 1 + n // 50])
 def test_a_server_that_counts_nonsense_makes_no_endless_prompt(counts: Callable[[int], int]) -> None:
     async def count(text: str) -> int:
@@ -182,10 +169,3 @@ def test_a_server_that_counts_nonsense_makes_no_endless_prompt(counts: Callable[
 
     with pytest.raises((ArgumentError, ServerError)):
         asyncio.run(make())
-
-
-def test_metrics_are_finite() -> None:
-    from polymoe.bench.serving.observe import _finite
-
-    assert [_finite(v) for v in ("1e3", "NaN", "+Inf", "x", None, [1])] == [1e3, None, None, None, None, None]
-    assert math.isfinite(_finite("1e308") or 0)

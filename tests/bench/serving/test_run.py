@@ -1,14 +1,12 @@
-"""Rows against a stand-in with known delays: the numbers, what servers say of themselves, faults, what is kept."""
+"""Rows against a stand-in with known delays: the numbers, faults, what is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 pytest.importorskip("httpx_aiohttp")
 
 from polymoe.bench.records import append
-from polymoe.bench.serving import loads
 from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import Load, Origin, ServingRecord, newest, read
 from polymoe.bench.serving.run import ServingBench, rows
@@ -27,7 +24,7 @@ ORIGIN = Origin(
     label="standin", server="http://127.0.0.1:1", model="words", engine="standin", device=None, gpu_price=3.6, gpus=2,
     seed=5, commit="abc", command="polymoe bench serve",
 )  # fmt: skip
-BATCH = Load(mode="batch", load=4, requests=4, input_len=50, output_len=20)
+BATCH = Load(batch_size=4, input_len=50, output_len=20)
 
 
 class Counter:
@@ -44,15 +41,15 @@ def measured(standin: Standin, *loads: Load, **kwargs: Any) -> list[ServingRecor
     """Records of these rows, not warmed up unless asked for."""
     found: list[ServingRecord] = []
 
-    async def run(traces: list[Any], **how: Any) -> None:
+    async def run() -> None:
         async with client_of(standin.url) as client:
             await client.settle()
             prompts = Prompts(client.count, seed=ORIGIN.seed)
             await prompts.calibrate()
-            bench = ServingBench(client=client, prompts=prompts, origin=ORIGIN, **{"warm": False, **how})
-            await bench.run(loads, found.append, lambda load, said: traces.append((load, said)))
+            bench = ServingBench(client=client, prompts=prompts, origin=ORIGIN, **{"warm": False, **kwargs})
+            await bench.run(loads, found.append)
 
-    asyncio.run(run(kwargs.pop("traces", []), **kwargs))
+    asyncio.run(run())
     return found
 
 
@@ -80,53 +77,8 @@ def test_a_batch_with_known_delays() -> None:
     # Two GPUs at $3.60 an hour are $0.002 a second.
     assert r.input_cost == pytest.approx(0.002 / r.input_tps * 1e6)
     assert r.output_cost == pytest.approx(0.002 / r.output_tps * 1e6)
-    assert r.total_cost == pytest.approx(0.002 * r.duration_us / 280)
     assert (r.joules, r.tokens_per_joule) == (30.0, 80 / 30)
     assert 0 < r.client_load < 1.5
-
-
-def test_concurrency_is_kept_and_never_exceeded() -> None:
-    load = Load(mode="concurrency", load=3, requests=9, input_len=20, output_len=10)
-    with Standin(first_s=0.05, gap_s=0.01).running() as standin:
-        (r,) = measured(standin, load)
-    assert r.answered == 9
-    assert standin.most == 3
-    assert r.at_once is None or r.at_once <= 3  # None where this machine was too busy to see an answer's pieces apart
-    assert r.duration_us is not None
-    assert 3 * 0.14e6 <= r.duration_us < 3 * 0.14e6 + 0.6e6
-    assert r.input_tps == pytest.approx(180 / (r.duration_us / 1e6))
-    assert r.output_tps == pytest.approx(90 / (r.duration_us / 1e6))
-    assert (r.input_cost, r.output_cost) == (None, None)  # both kinds at once: neither has a time of its own
-    assert r.total_cost == pytest.approx(0.002 * r.duration_us / 270)
-
-
-def test_a_rate_waits_for_no_answer() -> None:
-    load = Load(mode="rate", load=100, requests=60, input_len=20, output_len=9)
-    with Standin(first_s=0.3).running() as standin:
-        (r,) = measured(standin, load)
-    assert r.answered == 60
-    assert standin.most > 15  # 30 a third of a second; a closed loop would have had as many as it was told
-
-
-def test_a_rate_is_poisson(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still, so that each request waits for all of its time."""
-    sent: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        sent.append(seconds)
-
-    async def ask(request: bytes) -> Any:
-        pass
-
-    monkeypatch.setattr(loads, "asyncio", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    asyncio.run(loads.at_rate(ask, [b""] * 3001, rate=100, seed=1))
-    gaps = [b - a for a, b in itertools.pairwise(sent)]
-    mean = statistics.mean(gaps)
-    assert mean == pytest.approx(0.01, rel=0.05)
-    # Exponential gaps: their deviation is their mean, and 63 % lie below it. Even ones would have neither.
-    assert statistics.stdev(gaps) == pytest.approx(mean, rel=0.1)
-    assert sum(gap < mean for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
 
 
 # --- What a reader must know ----------------------------------------------------------------------------------------
@@ -172,7 +124,6 @@ def test_a_server_that_does_not_stream_has_no_phases() -> None:
     assert (r.answered, r.output_tokens) == (4, 80)
     assert (r.ttft_us, r.itl_us, r.input_tps, r.output_tps, r.at_once) == (None, None, None, None, None)
     assert r.latency_us is not None
-    assert r.total_cost is not None
     assert "does not stream" in notes_of(r)
 
 
@@ -192,7 +143,7 @@ def test_what_fails_in_the_middle_takes_nothing_with_it() -> None:
 
 def test_refusals_are_counted_by_themselves() -> None:
     with Standin(first_s=0.2, room=3).running() as standin:
-        (r,) = measured(standin, replace(BATCH, load=8, requests=8))
+        (r,) = measured(standin, replace(BATCH, batch_size=8))
     assert (r.answered, r.refused, r.failed, r.errors) == (3, 5, 0, {"HTTP 429: no room": 5})
 
 
@@ -200,11 +151,10 @@ def test_the_first_400_ends_the_run() -> None:
     """Also in the middle of a row, whose other requests are not sent."""
     with Standin(context=500).running() as standin, pytest.raises(ServerError, match="context holds 500 tokens"):
         measured(standin, replace(BATCH, input_len=600), BATCH)
-    many = Load(mode="concurrency", load=2, requests=100, input_len=50, output_len=20)
-    with Standin(gap_s=0.001, breaks={3: "400"}).running() as standin:
+    with Standin(first_s=0.5, breaks={3: "400"}).running() as standin:
         with pytest.raises(ServerError, match="expected answers, got HTTP 400: a fault"):
-            measured(standin, many)
-        assert len(standin.measured) < 20
+            measured(standin, BATCH, BATCH)
+        assert len(standin.measured) <= 4
 
 
 def test_rows_longer_than_the_model_takes_are_refused_before_any_is_measured() -> None:
@@ -236,92 +186,35 @@ def test_a_server_that_is_gone_ends_the_run_with_its_rows_kept() -> None:
 
 # --- What servers say of themselves ---------------------------------------------------------------------------------
 
-_VLLM = """\
-# HELP vllm:prefix_cache_queries_total Prefix cache queries, in tokens.
-vllm:prefix_cache_queries_total{{model_name="a b"}} {queries}
-vllm:prefix_cache_hits_total{{model_name="a b"}} {hits}
-vllm:spec_decode_num_drafts_total{{model_name="a b"}} {drafts}
-vllm:spec_decode_num_accepted_tokens_total{{model_name="a b"}} {accepted}
-vllm:time_to_first_token_seconds_bucket{{le="+Inf"}} 3.0
-"""
-
-
-def test_vllms_counters_are_read_before_and_after() -> None:
-    before = _VLLM.format(queries="1e3", hits=900, drafts=50, accepted=50)
-    after = _VLLM.format(queries=1400.0, hits=1000, drafts=150, accepted=300)
-    with Standin(metrics=[before, after]).running() as standin:
-        (r,) = measured(standin, BATCH)
-    assert r.cache_hit_rate == pytest.approx(100 / 400)
-    assert r.acceptance_length == pytest.approx(1 + 250 / 100)
-
-
-def test_sglangs_gauge_and_counters() -> None:
-    text = 'sglang:spec_accept_length{{dp_rank="0"}} 2.5\nsglang:spec_accept_length{{dp_rank="1"}} 3.5\n'
-    text += "sglang:prompt_tokens_total {prompt}\nsglang:cached_tokens_total {cached}\n"
-    with Standin(metrics=[text.format(prompt=0, cached=0), text.format(prompt=80, cached=20)]).running() as standin:
-        (r,) = measured(standin, BATCH)
-    assert (r.acceptance_length, r.cache_hit_rate) == (3.0, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("info", "length"),
-    [
-        ({"internal_states": [{"avg_spec_accept_length": 2.0}, {"avg_spec_accept_length": 3.0}]}, 2.5),
-        ({"internal_states": [{"avg_spec_accept_length": None}]}, None),
-        ({"internal_states": ["?"]}, None),
-        ({}, None),
-    ],
-)
-def test_sglangs_server_information(info: dict[str, Any], length: float | None) -> None:
-    with Standin(owner="sglang", server_info=info).running() as standin:
-        assert measured(standin, BATCH)[0].acceptance_length == length
-
 
 def test_cached_tokens_in_the_answers_usage() -> None:
-    with Standin(cached_tokens=10, metrics=["nothing known 1\nvllm:other x\n"]).running() as standin:
+    with Standin(cached_tokens=10).running() as standin:
         (r,) = measured(standin, BATCH)
-    assert (r.cache_hit_rate, r.acceptance_length) == (pytest.approx(40 / 200), None)
-
-
-def test_each_row_is_followed_by_a_short_one_under_the_profiler() -> None:
-    traces: list[Any] = []
-    with Standin(profiler=True).running() as standin:
-        first, _ = measured(standin, BATCH, replace(BATCH, load=2, requests=2), profile=True, traces=traces)
-    assert standin.switched == ["/start_profile", "/stop_profile"] * 2
-    assert [(load.load, said) for load, said in traces] == [(4, "trace.json"), (2, "trace.json")]
-    assert len(standin.measured) == 6  # rows themselves run without it
-    assert first.answered == 4
-
-
-def test_a_server_without_a_profiler_says_so_after_the_first_row() -> None:
-    with Standin().running() as standin, pytest.raises(ServerError, match=r"HTTP 404(.|\n)*serve --profile DIR"):
-        measured(standin, BATCH, profile=True)
-    assert len(standin.measured) == 4
+    assert r.cache_hit_rate == pytest.approx(40 / 200)
+    with Standin().running() as standin:
+        assert measured(standin, BATCH)[0].cache_hit_rate is None
 
 
 # --- Order, warm-up, records ----------------------------------------------------------------------------------------
 
 
-def test_rows_in_order_and_how_many_requests_each_has() -> None:
-    found = rows("batch", (1, 4), (64, 128), (8,), None)
-    assert [(r.load, r.input_len, r.requests) for r in found] == [(1, 64, 1), (4, 64, 4), (1, 128, 1), (4, 128, 4)]
-    assert [r.requests for r in rows("concurrency", (1, 16), (64,), (8,), None)] == [20, 80]
-    assert [r.requests for r in rows("rate", (0.1, 2.5), (64,), (8,), None)] == [20, 150]
-    assert [r.requests for r in rows("rate", (0.1, 2.5), (64,), (8,), 7)] == [7, 7]
+def test_rows_in_order() -> None:
+    found = rows((1, 4), (64, 128), (8,))
+    assert [(r.batch_size, r.input_len) for r in found] == [(1, 64), (4, 64), (1, 128), (4, 128)]
 
 
-def test_each_load_is_warmed_up_once_and_with_other_prompts() -> None:
+def test_each_batch_size_is_warmed_up_once_and_with_other_prompts() -> None:
     with Standin().running() as standin:
-        measured(standin, BATCH, replace(BATCH, output_len=30), replace(BATCH, load=2, requests=2), warm=True)
+        measured(standin, BATCH, replace(BATCH, output_len=30), replace(BATCH, batch_size=2), warm=True)
     warm = [body for body in standin.asked if body["stream"] and body["max_tokens"] == 8]
     assert len(warm) == 4 + 2
     prompts = [body["prompt"] for body in standin.asked]
     assert len(set(prompts)) == len(prompts)
 
 
-def test_records_are_lines_and_the_newest_of_a_load_counts(tmp_path: Path) -> None:
+def test_records_are_lines_and_the_newest_of_a_batch_size_counts(tmp_path: Path) -> None:
     with Standin(breaks={0: "500"}).running() as standin:
-        failed, whole = measured(standin, replace(BATCH, load=1, requests=1), BATCH)
+        failed, whole = measured(standin, replace(BATCH, batch_size=1), BATCH)
     path = tmp_path / "r.jsonl"
     for r in (failed, whole):
         append(path, r)
@@ -329,6 +222,6 @@ def test_records_are_lines_and_the_newest_of_a_load_counts(tmp_path: Path) -> No
     assert json.loads(path.read_text().splitlines()[1])["itl_us"].keys() == {"mean", "p50", "p90", "p99", "max"}
     newer, other = replace(whole, date="2099-01-01T00:00:00Z"), replace(whole, label="vllm")
     assert newest([newer, whole, other, failed]) == [newer, other, failed]
-    path.write_text('{"mode": "batch"}\n')
+    path.write_text('{"batch_size": 1}\n')
     with pytest.raises(ArgumentError, match="line 1: expected a record of bench serve"):
         read(path)

@@ -281,11 +281,3 @@ class Client(ServerConnection):
                 hint=None if failed else "name the model's tokenizer with --tokenizer",
             )
         return answer.prompt_tokens
-
-    async def look(self, method: str, path: str) -> Reply:
-        """Request a path beside the API, such as ``/metrics``.
-
-        Raises:
-            ServerError: if the server cannot be reached.
-        """
-        return await self.request(method, path, {} if method == "POST" else None, at=self.server.root)

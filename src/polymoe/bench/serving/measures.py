@@ -2,9 +2,9 @@
 
 They agree with the usual tables where those agree. Each formula names its differences from these sources:
 
-- one batch: https://github.com/sgl-project/sglang ``bench_one_batch_server``
-- many requests: https://github.com/vllm-project/vllm ``vllm bench serve``, and NVIDIA's definitions of TTFT and ITL,
-  https://docs.nvidia.com/nim/benchmarking/llm/latest/metrics.html
+- the table: https://github.com/sgl-project/sglang ``bench_one_batch_server``
+- times of requests: https://github.com/vllm-project/vllm ``vllm bench serve``, and NVIDIA's definitions of TTFT and
+  ITL, https://docs.nvidia.com/nim/benchmarking/llm/latest/metrics.html
 
 All of them take complete answers; failed and refused requests are only counted, elsewhere.
 Times are in seconds unless the name says otherwise.
@@ -23,6 +23,7 @@ __all__ = [
     "Counted",
     "Percentiles",
     "at_once",
+    "cache_hit_rate",
     "cost_per_million",
     "count_tokens",
     "decode_rate",
@@ -150,6 +151,14 @@ def at_once(answers: Sequence[Counted]) -> int | None:
     # At the same instant, ends come before beginnings.
     events = sorted([(a.first, 1) for a in answers] + [(a.last, -1) for a in answers])
     return int(np.cumsum([step for _, step in events]).max())
+
+
+def cache_hit_rate(answers: Sequence[Counted]) -> float | None:
+    """Share of input tokens found in the server's prefix cache: ``cached_tokens`` in the usage of the answers; None if
+    no answer has it."""
+    cached = [a.answer.cached_tokens for a in answers if a.answer.cached_tokens is not None]
+    total = sum(a.input_tokens for a in answers)
+    return sum(cached) / total if cached and total else None
 
 
 def cost_per_million(tokens_per_second: float | None, dollars_per_hour: float | None) -> float | None:

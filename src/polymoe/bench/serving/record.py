@@ -14,6 +14,7 @@ from polymoe.bench.serving.measures import (
     Counted,
     Percentiles,
     at_once,
+    cache_hit_rate,
     cost_per_million,
     count_tokens,
     decode_rate,
@@ -24,10 +25,7 @@ from polymoe.bench.serving.measures import (
 )
 from polymoe.common.json_input import check_fields, read_fields
 
-__all__ = ["LOADS", "Load", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
-
-LOADS: Mapping[str, str] = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}
-"""Name of the load in each mode: all requests at once, a fixed number at a time, or at a rate per second."""
+__all__ = ["Load", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 
 _BUSY = 0.8  # of one core: above it, this client may be the bottleneck
 
@@ -37,19 +35,16 @@ class Load:
     """The requests of one row.
 
     Attributes:
-        mode, load: how requests are sent, and the batch size, concurrency or requests a second.
-        requests: their number.
+        batch_size: number of requests, which are sent at once.
         input_len, output_len: tokens of each prompt, and the limit for each answer.
     """
 
-    mode: str
-    load: float
-    requests: int
+    batch_size: int
     input_len: int
     output_len: int
 
     def __str__(self) -> str:
-        return f"{LOADS[self.mode]} {self.load:g}, input {self.input_len}, output {self.output_len}"
+        return f"batch size {self.batch_size}, input {self.input_len}, output {self.output_len}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +76,10 @@ class Surroundings:
     """Observations beside the requests.
 
     Attributes:
-        acceptance_length: tokens per step of speculative decoding.
-        cache_hit_rate: share of input tokens found in the prefix cache.
         joules: energy of the GPUs over the whole duration.
         client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
     """
 
-    acceptance_length: float | None = None
-    cache_hit_rate: float | None = None
     joules: float | None = None
     client_load: float = 0.0
 
@@ -105,11 +96,10 @@ class ServingRecord(Surroundings, Origin, Load):
         duration_us: from the first request to the end of the last answer.
         latency_us, ttft_us, itl_us: over requests: their latency and time to first token; over tokens: mean
             inter-token latency, with the percentiles of gaps between pieces.
-        input_tps, output_tps: tokens per second. For a batch, input until the last first token, output from there on;
-            for other modes, each over the whole duration.
+        input_tps, output_tps: tokens per second: input until the last first token, output from there on.
         at_once: largest number of answers running at one time.
         input_cost, output_cost: US dollars for a million tokens, at this batch's rates of each.
-        total_cost: US dollars for a million tokens of both kinds together, over the whole duration.
+        cache_hit_rate: share of input tokens that the server found in its prefix cache.
         tokens_per_joule: output tokens for each joule, which is output tokens per second and watt.
         notes: remarks that matter when the row is compared with another.
         date: when it was computed.
@@ -132,15 +122,15 @@ class ServingRecord(Surroundings, Origin, Load):
     at_once: int | None
     input_cost: float | None
     output_cost: float | None
-    total_cost: float | None
+    cache_hit_rate: float | None
     tokens_per_joule: float | None
     notes: tuple[str, ...]
     date: str
 
     @property
-    def series(self) -> tuple[str, str, str | None, str, int, int]:
-        """Identifies records that differ only in load and time: one line of a plot."""
-        return (self.label, self.model, self.device, self.mode, self.input_len, self.output_len)
+    def series(self) -> tuple[str, str, str | None, int, int]:
+        """Identifies records that differ only in batch size and time: one table."""
+        return (self.label, self.model, self.device, self.input_len, self.output_len)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -188,7 +178,7 @@ def record(
     duration = max(a.answer.ended for a in whole) - min(a.answer.sent for a in whole) if whole else None
     inputs, outputs = sum(a.input_tokens for a in whole), sum(a.output_tokens for a in whole)
     chunks = sum(len(a.answer.chunks) for a in whole)
-    input_tps, output_tps = _rates(load, whole, duration)
+    input_tps, output_tps = _rates(whole)
     hourly = None if origin.gpu_price is None else origin.gpu_price * origin.gpus
     gaps, mean_gap = gaps_us(whole), time_per_token_us(whole)
     together = at_once(whole) if whole else None
@@ -212,26 +202,21 @@ def record(
         input_tps=input_tps,
         output_tps=output_tps,
         at_once=together,
-        input_cost=cost_per_million(input_tps, hourly) if load.mode == "batch" else None,
-        output_cost=cost_per_million(output_tps, hourly) if load.mode == "batch" else None,
-        total_cost=cost_per_million((inputs + outputs) / duration, hourly) if duration else None,
+        input_cost=cost_per_million(input_tps, hourly),
+        output_cost=cost_per_million(output_tps, hourly),
+        cache_hit_rate=cache_hit_rate(whole),
         tokens_per_joule=outputs / seen.joules if seen.joules else None,
         notes=tuple(_notes(load, whole, together, seen.client_load)),
         date=utc_now(),
     )
 
 
-def _rates(load: Load, whole: Sequence[Counted], duration: float | None) -> tuple[float | None, float | None]:
-    if not whole or not duration:
-        return None, None
-    inputs = sum(a.input_tokens for a in whole)
-    if load.mode != "batch":
-        return inputs / duration, sum(a.output_tokens for a in whole) / duration
-    if not all(a.answer.streamed for a in whole):
+def _rates(whole: Sequence[Counted]) -> tuple[float | None, float | None]:
+    if not whole or not all(a.answer.streamed for a in whole):
         return None, None  # input and output cannot be separated
     # SGLang's input rate: all prompts of the batch over the time until each has its first token.
     first_tokens = max(a.first for a in whole) - min(a.answer.sent for a in whole)
-    return inputs / first_tokens, decode_rate(whole)
+    return sum(a.input_tokens for a in whole) / first_tokens, decode_rate(whole)
 
 
 def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_load: float) -> Iterable[str]:
@@ -250,8 +235,9 @@ def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_lo
         yield "the server does not count tokens: output tokens are pieces of the stream, a lower bound"
     if not all(a.answer.streamed for a in whole):
         yield "the server does not stream: arrival times of tokens are unknown"
-    if load.mode == "batch" and together is not None and together < len(whole):
-        yield f"at most {together} of {len(whole)} answers ran at once: the server did not run a batch of {load.load:g}"
+    if together is not None and together < len(whole):
+        size = load.batch_size
+        yield f"at most {together} of {len(whole)} answers ran at once: the server did not run a batch of {size}"
     tokens, chunks = sum(a.output_tokens for a in whole), sum(len(a.answer.chunks) for a in whole)
     if all(a.answer.streamed for a in whole) and tokens > 1.1 * chunks:
         yield f"{tokens / chunks:.1f} tokens per piece: percentiles of ITL are of pieces, the mean is of tokens"
@@ -273,10 +259,10 @@ def read(path: Path) -> list[ServingRecord]:
 
 
 def newest(records: Iterable[ServingRecord]) -> list[ServingRecord]:
-    """Return the newest record of each series and load; of equal dates, the later line."""
+    """Return the newest record of each series and batch size; of equal dates, the later line."""
     best: dict[tuple[object, ...], ServingRecord] = {}
     for r in records:
-        key = (*r.series, r.load)
+        key = (*r.series, r.batch_size)
         if key not in best or r.date >= best[key].date:
             best[key] = r
     return list(best.values())
