@@ -10,15 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 from typer.main import get_command
 
 from polymoe.bench.cases import CASES
 from polymoe.cli import app, options
-from polymoe.cli import eval as eval_verb
-from polymoe.evaluate.questions import TASKS
 from polymoe.formats import FORMATS
 from polymoe.planning.plan import ROLE_TOKENS
 from polymoe.problem.activation_quantization import ACTIVATIONS
@@ -182,7 +180,6 @@ def test_choices_are_those_of_the_tables() -> None:
     assert set(get_args(options.FormatName)) == set(FORMATS)
     assert set(get_args(options.ActivationsName)) == set(ACTIVATIONS)
     assert set(get_args(options.RoleName)) == set(ROLE_TOKENS)
-    assert set(get_args(get_type_hints(eval_verb._Questions)["task"])) == {"auto", *TASKS}
 
 
 def test_errors_are_in_the_words_of_the_command_line(cli: Cli) -> None:

@@ -23,7 +23,7 @@ from polymoe.common import openai_client as server_module
 from polymoe.common.openai_client import ServerConnection
 from polymoe.errors import ArgumentError, ServerError
 from polymoe.evaluate import Run, Server, evaluate, read_records
-from polymoe.evaluate.asking import FAILURES_IN_A_ROW
+from polymoe.evaluate.asking import FAILURES_IN_A_ROW, answer_of
 from support.evaluation import Reply, add, refused, said, serving, sums
 
 
@@ -416,3 +416,19 @@ def test_a_system_message_needs_a_chat(tmp_path: Path) -> None:
         run(tmp_path, "http://h", endpoint="completions", system="x")
     with pytest.raises(ArgumentError, match="endpoint"):
         run(tmp_path, "http://h", endpoint="chats")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (" 42\n", "42"),
+        ("<think>1 or 2</think>\n\n2", "2"),
+        ("maybe 1</think>2", "2"),
+        ("\n<think>1, no", None),
+        ("<think>1</think> ", None),
+        ("", None),
+        ("a <think>", "a <think>"),
+    ],
+)
+def test_the_answer_is_the_text_after_the_reasoning(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer

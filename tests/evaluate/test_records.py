@@ -14,7 +14,7 @@ from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import RecordFile, Settings, read_records
 from support.evaluation import record
 
-SETTINGS = Settings(data="set.jsonl", data_sha256="0" * 64, task="exact", instruction="", model="small")
+SETTINGS = Settings(data="set.jsonl", data_sha256="0" * 64, model="small")
 
 
 WHOLE = json.dumps(asdict(record("c")))

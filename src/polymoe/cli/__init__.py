@@ -111,7 +111,7 @@ add(_bench, "slots", "Replay recorded routing: which experts would be on the GPU
     "polymoe bench slots --trace routing.safetensors --link 26 --json")  # fmt: skip
 add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
     "polymoe eval run questions.jsonl --limit 100",
-    "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip
+    "polymoe eval run questions.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip
 add(_eval, "compare", "Compare two runs, with a 95 % interval.", eval.compare,
     "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip
 

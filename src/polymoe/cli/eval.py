@@ -29,9 +29,6 @@ __all__ = ["command", "compare"]
 class _Questions:
     """Questions."""
 
-    task: Literal["auto", "exact", "gsm8k"] = option(
-        "auto", "Kind of questions; auto detects it from the fields in the file."
-    )
     limit: int | None = option(None, "Only the first questions.", min=1)
     repeats: int = option(1, "How often each question is asked.", "--repeats", "-n", min=1)
     seed: int | None = option(None, "Seed from which that of each request follows.")
@@ -80,7 +77,7 @@ def command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Questions: JSONL with prompt and answer, or GSM8K as published.",
+            help="Questions: JSONL with prompt and answer.",
             show_default=False,
         ),
     ],
@@ -198,7 +195,7 @@ def _table(run: Run, score: Score) -> Table:
         interval = f" (all questions alike: no variance seen; at 95 % up to {share} of others may differ)"
     rows = [
         ("model", run.settings.model),
-        ("questions", f"{run.settings.data} ({run.settings.task}): {score.questions}, answers {score.answers}"),
+        ("questions", f"{run.settings.data}: {score.questions}, answers {score.answers}"),
         ("pass@1", _percent(score.pass_at_1) + interval),
     ]
     if score.repeat_std is not None and score.repeat_standard_error is not None:

@@ -17,12 +17,11 @@ from typing import Any
 
 from polymoe.common.openai_client import Server
 from polymoe.errors import ArgumentError
-from polymoe.evaluate.questions import TASKS, Question, Task, read_questions
+from polymoe.evaluate.questions import Question, read_questions
 from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
 from polymoe.evaluate.scores import Difference, Score, compare, score
 
 __all__ = [
-    "TASKS",
     "AnswerRecord",
     "Difference",
     "Question",
@@ -30,7 +29,6 @@ __all__ = [
     "Score",
     "Server",
     "Settings",
-    "Task",
     "compare",
     "evaluate",
     "read_questions",
@@ -63,7 +61,6 @@ def evaluate(
     *,
     server: Server,
     model: str | None = None,
-    task: str = "auto",
     repeats: int = 1,
     limit: int | None = None,
     endpoint: str = "chat",
@@ -84,7 +81,6 @@ def evaluate(
         data: the file of questions, see :mod:`polymoe.evaluate.questions`.
         server: the server to ask.
         model: its name on the server; None for the server's only model.
-        task: the kind of questions, or "auto".
         repeats: how often each question is asked.
         limit: only the first questions.
         endpoint: "chat", which uses the server's chat template, or "completions", which does not.
@@ -108,12 +104,10 @@ def evaluate(
         raise ArgumentError(
             "endpoint", expected="chat, or completions without a system message", got=f"{endpoint}, system={system!r}"
         )
-    kind, questions = read_questions(Path(data), task=task)
+    questions = read_questions(Path(data))
     settings = Settings(
         data=Path(data).name,
         data_sha256=hashlib.sha256(Path(data).read_bytes()).hexdigest(),
-        task=kind.name,
-        instruction=kind.instruction,
         model=server.model(model).name,
         endpoint=endpoint,
         temperature=temperature,
@@ -133,7 +127,7 @@ def evaluate(
             file.append(record)
             on_record(record)
 
-        failures = asyncio.run(ask_all(server, settings, kind, pending, keep)) if pending else []
+        failures = asyncio.run(ask_all(server, settings, pending, keep)) if pending else []
         records = list(file.records.values())
     malformed = tuple(f"question {record.id}: {record.malformed}" for record in records if record.malformed)
     return Run(path, settings, score(records) if records else None, tuple(failures), malformed)

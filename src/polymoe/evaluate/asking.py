@@ -22,10 +22,10 @@ from polymoe.common.openai_client import (
     token_count,
 )
 from polymoe.errors import ServerError
-from polymoe.evaluate.questions import Question, Task
+from polymoe.evaluate.questions import Question
 from polymoe.evaluate.records import AnswerRecord, Settings
 
-__all__ = ["ask_all"]
+__all__ = ["answer_of", "ask_all"]
 
 FAILURES_IN_A_ROW = 10
 """A run ends after this many consecutive failed requests, including retries."""
@@ -42,7 +42,6 @@ class _Progress:
 async def ask_all(
     server: Server,
     settings: Settings,
-    task: Task,
     pending: Iterable[tuple[int, Question]],
     on_record: Callable[[AnswerRecord], None],
 ) -> list[str]:
@@ -64,11 +63,11 @@ async def ask_all(
             while progress.pending:
                 repeat, question = progress.pending.popleft()
                 try:
-                    reply = await session.request("POST", *_request(settings, task, question, repeat))
+                    reply = await session.request("POST", *_request(settings, question, repeat))
                 except ServerError as error:
                     _failed(progress, question, error)
                     continue
-                record = _record(settings, task, question, repeat, reply)
+                record = _record(settings, question, repeat, reply)
                 if record is not None:
                     progress.in_a_row = 0
                     on_record(record)
@@ -94,9 +93,8 @@ def _failed(progress: _Progress, question: Question, error: ServerError) -> None
         raise ServerError(error.where, expected=error.expected, got=got, hint=error.hint) from error
 
 
-def _request(settings: Settings, task: Task, question: Question, repeat: int) -> tuple[str, dict[str, Any]]:
+def _request(settings: Settings, question: Question, repeat: int) -> tuple[str, dict[str, Any]]:
     """Return path and body."""
-    prompt = question.text + task.instruction
     body: dict[str, Any] = {"model": settings.model}
     for name in ("temperature", "top_p", "max_tokens"):
         if (value := getattr(settings, name)) is not None:
@@ -106,14 +104,14 @@ def _request(settings: Settings, task: Task, question: Question, repeat: int) ->
         body["seed"] = int.from_bytes(digest[:4], "big") >> 1
     if settings.endpoint == "chat":
         system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-        body["messages"] = [*system, {"role": "user", "content": prompt}]
+        body["messages"] = [*system, {"role": "user", "content": question.text}]
     else:
-        body["prompt"] = prompt
+        body["prompt"] = question.text
     path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
     return path, {**body, **json.loads(settings.extra)}
 
 
-def _record(settings: Settings, task: Task, question: Question, repeat: int, reply: Reply) -> AnswerRecord | None:
+def _record(settings: Settings, question: Question, repeat: int, reply: Reply) -> AnswerRecord | None:
     """Return the answer in a reply; None for a reply that refuses the request."""
     malformed = None
     if 200 <= reply.status < 400:
@@ -132,7 +130,7 @@ def _record(settings: Settings, task: Task, question: Question, repeat: int, rep
         completion, counts = Completion(finish_reason="refused"), {}
     else:
         return None
-    answer = None if malformed else task.extract(completion.text, finished=completion.finish_reason != "length")
+    answer = None if malformed else answer_of(completion.text)
     return AnswerRecord(
         id=question.id,
         repeat=repeat,
@@ -148,6 +146,15 @@ def _record(settings: Settings, task: Task, question: Question, repeat: int, rep
         retries=reply.retries,
         malformed=malformed,
     )
+
+
+def answer_of(text: str) -> str | None:
+    """Return the answer in a response: its text without surrounding white space, after ``<think>...</think>`` if a
+    server leaves that in; None if there is none, or the reasoning never ends."""
+    _, end, after = text.rpartition("</think>")
+    if not end and after.lstrip().startswith("<think>"):
+        return None
+    return after.strip() or None
 
 
 def _too_long(reply: Reply) -> bool:

@@ -28,8 +28,6 @@ class Settings:
 
     Attributes:
         data, data_sha256: name of the set's file, and digest of its content.
-        task: its kind, a name in :data:`~polymoe.evaluate.questions.TASKS`.
-        instruction: the text after each question.
         model: its name on the server.
         endpoint: "chat" or "completions".
         temperature, top_p, max_tokens: as sent; None is not sent and leaves the choice to the server.
@@ -40,8 +38,6 @@ class Settings:
 
     data: str
     data_sha256: str
-    task: str
-    instruction: str
     model: str
     endpoint: str = "chat"
     temperature: float | None = None
@@ -63,7 +59,8 @@ class AnswerRecord:
 
     Attributes:
         id, repeat: the question, and the number of its repetition, from 0.
-        expected, answer: normalized; ``answer`` is None if the text contains none or the prompt was too long.
+        expected, answer: without surrounding white space; ``answer`` is None if the text has nothing but reasoning or
+            the prompt was too long.
         correct: whether they are equal.
         text: the whole response, without reasoning that the server sends separately.
         finish_reason: from the server; "length" for a truncated text.
