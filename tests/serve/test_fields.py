@@ -9,7 +9,7 @@ import pytest
 from polymoe.serve.limits import Limits
 from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
 from polymoe.serve.settings import GenerationSettings
-from support.serving import MODELS, TOOLS, refused, user
+from support.serving import TOOLS, refused, user
 
 ACCEPTED: dict[str, list[Any]] = {
     "best_of": [1],
@@ -158,9 +158,3 @@ def test_settings() -> None:
     assert settings_of(two, Limits(None)).stop == ("a", "b")
     assert settings_of(CompletionRequest(logprobs=3), Limits(None)).logprobs == 3
     assert settings_of(ChatRequest(logprobs=True, top_logprobs=4), Limits(None)).logprobs == 4
-
-
-def test_the_documentation_names_every_field() -> None:
-    text = (MODELS.parent / "docs" / "serving.md").read_text(encoding="utf-8")
-    documented = text[text.index("## Requests") : text.index("## Limits and errors")]
-    assert {name for kind in KINDS for name in kind.model_fields if f"`{name}`" not in documented} == set()
