@@ -15,7 +15,7 @@ from polymoe.common import atomic
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
 
-SETTINGS = Settings(data="d", data_sha256="0", task="exact", instruction="", model="m")
+SETTINGS = Settings(data="d", data_sha256="0", model="m")
 ANSWER = AnswerRecord(
     id="q", repeat=0, expected="1", answer="1", correct=True, text="1", finish_reason="stop", prompt_tokens=1,
     completion_tokens=1, latency_us=1, ended_us=1,

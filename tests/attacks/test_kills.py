@@ -61,7 +61,7 @@ from pathlib import Path
 from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings
 @functools.cache
 def opened(attempt):
-    return RecordFile(Path(sys.argv[1]), Settings("d", "s", "number", "i", "m"))
+    return RecordFile(Path(sys.argv[1]), Settings("d", "s", "m"))
 def write(attempt, number):
     opened(attempt).append(AnswerRecord(f"{attempt}", number, "1", "1", True, "x" * 5000, "stop", 1, 1, 1, 1))
 """
