@@ -121,11 +121,22 @@ GptOssModel.forward = first_then_none
 """
 """Loading computes two tokens, and no other forward pass ends."""
 
+SLOW = """
+import time
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
+forward = GptOssModel.forward
+def slowly(*args, **kwargs):
+    time.sleep(0.05)
+    return forward(*args, **kwargs)
+GptOssModel.forward = slowly
+"""
+"""No answer of 250 tokens ends within twelve seconds, on whatever machine."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "busy", "code"), [(signal.SIGTERM, True, 143), (signal.SIGINT, False, 0)])
 def test_the_command_ends_with_one_line(number: signal.Signals, busy: bool, code: int) -> None:
-    with server_process(COMMAND) as (running, url):
+    with server_process(SLOW + COMMAND) as (running, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
         assert client.completions.create(model=CHECKPOINT.name, prompt="1+2=").choices[0].text == "3"
         streams = [iter(unending(client)) for _ in range(4 * busy)]
