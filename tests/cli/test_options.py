@@ -68,7 +68,7 @@ WRONG = {
     "--api-key": "\u00e4", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
     "--record-routing": f"{README}/file",
-    "--config": f"{README}/file", "--host": "no such host", "--cors-origins": "*,nonsense",
+    "--host": "no such host", "--cors-origins": "*,nonsense",
 }  # fmt: skip
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
 
@@ -220,7 +220,7 @@ def test_options_stand_under_the_headings_of_their_groups(cli: Cli) -> None:
     sections = {part.partition(":\n")[0]: part for part in out.split("\n\n")}
     assert "--max-concurrent-requests" in sections["Limits"]
     assert "--device-map" in sections["Device and backend"]
-    assert re.findall(r"--[a-z]+", sections["Options"]) == ["--config", "--help"]
+    assert re.findall(r"--[a-z]+", sections["Options"]) == ["--help"]
 
 
 def test_commands_take_few_arguments() -> None:

@@ -6,14 +6,12 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import typer
 
 from polymoe.cli.options import Checkpoint, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
-from polymoe.errors import ArgumentError, nearest
 
 __all__ = ["command"]
 
@@ -34,7 +32,6 @@ class _Address:
         None, "Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none.",
         parse=listed,
     )  # fmt: skip
-    page: bool = option(True, "Offer a page to chat in at /.", "--ui/--no-ui")
 
 
 @dataclass(frozen=True)
@@ -76,40 +73,6 @@ class _Logs(RecordedRouting):
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Minimum level of log lines.")
 
 
-def _read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Take options from a YAML file, by their names; those of the command line come first."""
-    if file is None:
-        return None
-    import yaml
-
-    where = f"--config {file}"
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArgumentError(where, expected="a YAML file", got=" ".join(str(error).split())) from error
-    options = {opt.lstrip("-"): param.name for param in context.command.params for opt in param.opts}
-    options = {"model": "checkpoint", **options}
-    opposites = {opt.lstrip("-"): param.name for param in context.command.params for opt in param.secondary_opts}
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        expected, got = "options and their values, such as port: 8000", type(found).__name__
-        raise ArgumentError(where, expected=expected, got=got)
-    known, defaults = {**options, **opposites}.keys() - {"config", "help", "h"}, {}
-    for given, value in found.items():
-        name = given.replace("_", "-")
-        if name not in known:
-            hint = nearest(name, known)
-            raise ArgumentError(where, expected="options of polymoe serve", got=repr(given), hint=hint)
-        if isinstance(value, dict) or value is None or (name in opposites and not isinstance(value, bool)):
-            expected = "true or false" if name in opposites else "a value"
-            raise ArgumentError(f"{where}: {given}", expected=expected, got=repr(value))
-        if name in opposites:
-            defaults[opposites[name]] = not value
-        else:
-            defaults[options[name]] = ",".join(map(str, value)) if isinstance(value, list) else value
-    context.default_map = defaults
-    return file
-
-
 def command(
     checkpoint: Checkpoint,
     address: _Address,
@@ -118,15 +81,6 @@ def command(
     batching: _Batching,
     logs: _Logs,
     placement: Placement,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file with these options, such as port: 8000, and the checkpoint as model. Options here take "
-            "precedence.",
-            is_eager=True,
-            callback=_read_config,
-        ),
-    ] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /docs, /health and /metrics until stopped."""
     if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:
@@ -141,7 +95,6 @@ def command(
     asked = {**vars(address), **vars(sampling), **vars(limits), **vars(batching), **placement.load}
     if address.api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit all
         asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
-    chat = "{}/ is a page to chat in\n" if address.page else ""
     say(f"loading {checkpoint}")
     with logging_to_stderr(logs.log_level, requests=logs.access_log) as written:
         stopped_by = serve(
@@ -149,7 +102,7 @@ def command(
             **{**asked, "cors_origins": address.cors_origins or ()},
             record_routing=logs.record_routing,
             on_loaded=say,
-            on_ready=lambda url: say(f"{chat.format(url)}{url}/docs describes the API\nserving on {url}"),
+            on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
         )
         if written():  # otherwise nobody reads stderr, and a line more would wait for ever
             say("stopped")

@@ -15,11 +15,10 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request, Response, Security
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 
@@ -42,11 +41,6 @@ __all__ = ["Limits", "ModelServer"]
 
 log = logging.getLogger("polymoe")
 
-_PAGE_MAY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""What the page to chat in may do: ask this server, and nothing else."""
 LARGE_BYTES = 64 * 1024
 """Requests above this size are prepared in a thread of their own, so that the others do not wait for them."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -58,7 +52,7 @@ class ModelServer:
     Args:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         name: the model's name in requests and answers.
-        max_tokens, continuous_batching, graphs, cache_memory, temperature, page: as in
+        max_tokens, continuous_batching, graphs, cache_memory, temperature: as in
             :class:`~polymoe.serve.lifecycle.ServerOptions`.
 
     Attributes:
@@ -86,7 +80,6 @@ class ModelServer:
         graphs: bool | None = None,
         cache_memory: float | None = None,
         temperature: float | None = None,
-        page: bool = True,
     ) -> None:
         self.name, self.model, self.tokenizer, self.temperature = name, model, tokenizer, temperature
         config = model.config.get_text_config()
@@ -120,8 +113,6 @@ class ModelServer:
         self.app.add_api_route("/v1/models/{name:path}", self._one)
         for path, get in (("/health", self._health), ("/metrics", self._metrics)):
             self.app.add_api_route(path, get)
-        if page:
-            self.app.add_api_route("/", self._page, include_in_schema=False)
         answer_errors(self.app)
 
     def end(self) -> None:
@@ -149,9 +140,6 @@ class ModelServer:
         if not self.generation.alive():
             return JSONResponse({"status": "unhealthy", "reason": "continuous batching has stopped"}, status_code=503)
         return JSONResponse({"status": "ok"})
-
-    async def _page(self) -> FileResponse:
-        return FileResponse(Path(__file__).with_name("page.html"), headers={"content-security-policy": _PAGE_MAY})
 
     async def _metrics(self) -> Response:
         text = await asyncio.to_thread(self.metrics.text)  # it may wait for the GPU

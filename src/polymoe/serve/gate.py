@@ -24,7 +24,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
-OPEN = ("/", "/health", "/docs", "/openapi.json")
+OPEN = ("/health", "/docs", "/openapi.json")
 """What needs no key, with the files of ``/docs``: it says nothing of the model, or of requests."""
 FILES = "/static-offline-docs/"
 COUNTED = (*GENERATING, "/v1/models", "/metrics", *OPEN)
@@ -44,7 +44,7 @@ class Gate:
     Args:
         app: the application.
         metrics: counts requests, and knows those in flight.
-        api_key: the bearer token that everything but ``/``, ``/health`` and ``/docs`` needs; None if nothing does.
+        api_key: the bearer token that everything but ``/health`` and ``/docs`` needs; None if nothing does.
         max_request_bytes: maximum size of a request's body. All bodies in the server have at most 16 times this size;
             for more, incomplete ones are dropped, the oldest first.
         max_concurrent_requests: maximum number of generations that run or wait.

@@ -60,7 +60,6 @@ class ServerOptions:
             default.
         temperature: of requests that name none; None is the checkpoint's own.
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
-        page: answer ``/`` with a page to chat in.
         record_routing: a new file for the expert ids of all calls, written at the end; without CUDA graphs.
 
     Raises:
@@ -88,7 +87,6 @@ class ServerOptions:
     cache_memory: float | None = None
     temperature: float | None = None
     cors_origins: Sequence[str] = ()
-    page: bool = True
     record_routing: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +161,7 @@ def serve(
         batching = o.of("continuous_batching", "graphs", "cache_memory")
         if recorded is not None:
             batching["graphs"] = False
-        answers = o.of("max_tokens", "temperature", "page")
+        answers = o.of("max_tokens", "temperature")
         served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
         admitted = o.of("api_key", "max_request_bytes", "max_concurrent_requests")
         gate = Gate(served.app, metrics=served.metrics, on_answer=access_log, **admitted)
