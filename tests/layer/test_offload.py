@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import json
 import os
@@ -13,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.slots import SlotLaunches
+from polymoe.kernels.cuda.slots import NEXT_WAVE, SlotLaunches
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layer import host_store
 from polymoe.layer.experts import FusedExperts
@@ -397,16 +397,40 @@ def test_waves_place_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
                 ids = torch.tensor([*needed, *needed[:1], -1, 20])[:, None] + first
                 waves = waves_of(needed, table)
                 waves += [[]] * (-(-20 // slots) - len(waves))
+                further, counted = ctypes.c_uint(2), rng.random() < 0.5  # by the host, or by the kernel itself
                 for number, wave in enumerate(waves):
                     step += 1
                     table.place(wave, step)
                     slot_of = {e: slot for _, slot, e in table.rows if e >= 0}
                     expected = [first + slot_of[e] if e in wave else -1 for e in [*needed, *needed[:1], -1, 20]]
-                    assert launches.run(ids, 0, number).flatten().tolist() == expected
+                    given = NEXT_WAVE if number and not counted else number
+                    placed = launches.run(ids, 0, given, condition=ctypes.addressof(further))
+                    assert placed.flatten().tolist() == expected
+                    assert further.value == any(waves[number + 1 :])
                     assert cpu.place(ids, number).flatten().tolist() == expected
                     for expert, slot in slot_of.items():
                         assert int(rows[0][slot, 0]) == int(cpu_rows[0][slot, 15]) == expert
             assert launches.counts() == cpu.counts()
+
+
+class LoopedSlots:
+    """Waves as a CUDA graph's loop repeats them, by the condition that the kernel sets."""
+
+    def __init__(self, launches: SlotLaunches) -> None:
+        self.launches, self.further, self.ran = launches, ctypes.c_uint(2), 0
+
+    def place(self, ids_TA: Tensor, wave: int = 0, slot_ids_TA: Tensor | None = None) -> Tensor:
+        condition = ctypes.addressof(self.further)
+        return self.launches.run(ids_TA, 0, wave, slot_ids_TA=slot_ids_TA, condition=condition)
+
+    def waves(self, most: int, *, repeatable: bool) -> Iterator[int]:
+        assert repeatable
+        self.ran = 1
+        yield 0
+        while self.further.value:
+            self.ran += 1
+            assert self.ran <= most
+            yield NEXT_WAVE
 
 
 @pytest.mark.slow
@@ -434,9 +458,9 @@ def test_waves_of_the_cuda_kernels(
     monkeypatch.setattr(modules, "kernel", Emulator(libraries, [*host, *rows.values()]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(3))
     resident, runner = (CudaRunner(problem, p, SM90) for p in (packed, Packed(packed.layout, packed.spec, rows)))
-    launches = SlotLaunches(SM90, 0, 6, list(rows.values()), [t.data_ptr() for t in host])
-    slots: Any = SimpleNamespace(place=lambda ids_TA, wave: launches.run(ids_TA, 0, wave))
-    for seed, tokens in enumerate((4, 20, 20)):
+    slots: Any = LoopedSlots(SlotLaunches(SM90, 0, 6, list(rows.values()), [t.data_ptr() for t in host]))
+    ran = []
+    for seed, tokens in enumerate((4, 20, 20, 2)):
         x, routing = random_call(tokens, 384, 6, 2, torch.bfloat16, seed=seed)
         routing.topk_ids_TA[0] = torch.tensor([-1, 6])
         expected, got = (torch.full_like(x, float("nan")) for _ in range(2))
@@ -444,6 +468,9 @@ def test_waves_of_the_cuda_kernels(
         run_in_waves(slots, BoundStep(None, "cuda", runner, config), problem, CallArguments(x, *routing, got), 3)
         assert torch.equal(got, expected)
         assert expected.any()
+        ran.append(slots.ran)
+    assert min(ran) == 1
+    assert max(ran) == 2
 
 
 @pytest.mark.parametrize("slots", [1, EXPERTS, EXPERTS + 1])

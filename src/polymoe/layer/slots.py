@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import UnsupportedProblem
-from polymoe.kernels.cuda.driver import mapped_address
-from polymoe.kernels.cuda.slots import MOST_EXPERTS, MOST_PARTS, SlotLaunches
+from polymoe.kernels.cuda.driver import CapturedLoop, mapped_address
+from polymoe.kernels.cuda.slots import MOST_EXPERTS, MOST_PARTS, NEXT_WAVE, SlotLaunches
 from polymoe.kernels.cuda.targets import target_for
 from polymoe.layer.runtime import BoundStep, on_device
+from polymoe.machine import driver_cuda
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec
@@ -67,11 +68,12 @@ class CpuSlots:
         self._hits = self._misses = 0
         self.empty()
 
-    def place(self, ids_TA: Tensor, wave: int = 0) -> Tensor:
+    def place(self, ids_TA: Tensor, wave: int = 0, slot_ids_TA: Tensor | None = None) -> Tensor:
         """Put the experts of a call into slots; return the ids of these, [T, A], or -1 for experts of other waves.
 
         A call that needs more experts than there are slots has several waves, each of at most as many: the first takes
-        those that are in slots, then missing ones in order of id, and each of the others the next ones.
+        those that are in slots, then missing ones in order of id, and each of the others the next ones. The result is
+        written to ``slot_ids_TA`` if that is given.
         """
         first, places = self.spec.first_expert, torch.full((self.spec.local_experts,), -1, dtype=ids_TA.dtype)
         local_TA = ids_TA - first
@@ -92,7 +94,13 @@ class CpuSlots:
             raise
         for expert in needed:
             places[expert] = first + self._lru.slot_of[expert]
-        return places[local_TA.masked_fill(~here_TA, 0).long()].masked_fill(~here_TA, -1)
+        placed_TA = places[local_TA.masked_fill(~here_TA, 0).long()].masked_fill(~here_TA, -1)
+        return placed_TA if slot_ids_TA is None else slot_ids_TA.copy_(placed_TA)
+
+    def waves(self, most: int, *, repeatable: bool) -> Iterator[int]:
+        """Yield the number of each wave of a call, of which there are at most ``most``. ``repeatable``: a wave
+        allocates nothing."""
+        yield from range(most)
 
     def residents(self) -> dict[int, int]:
         """Return the slot of each expert that is in one, by its number among the layer's."""
@@ -123,6 +131,10 @@ class GpuSlots:
             target = target_for(torch.cuda.get_device_capability(rows[0].device))
         except LookupError as error:
             raise UnsupportedProblem(where, expected="a GPU from SM80 to SM121", got=str(error)) from error
+        self._condition = 0  # of the loop that a graph is being given
+        if (driver := driver_cuda()) is not None and driver < (12, 4):
+            expected = "a driver of CUDA 12.4 or newer, whose graphs have loops"
+            raise UnsupportedProblem(where, expected=expected, got=f"CUDA {driver[0]}.{driver[1]}")
         kept = [(slots, tensor) for slots, tensor in zip(rows, host, strict=True) if slots.numel()]
         with on_device(rows[0].device):
             self._launches = SlotLaunches(
@@ -133,10 +145,26 @@ class GpuSlots:
                 [mapped_address(tensor.data_ptr()) for _, tensor in kept],
             )
 
-    def place(self, ids_TA: Tensor, wave: int = 0) -> Tensor:
+    def place(self, ids_TA: Tensor, wave: int = 0, slot_ids_TA: Tensor | None = None) -> Tensor:
         """See :meth:`CpuSlots.place`. Nothing waits; CUDA graphs capture it."""
         stream = torch.cuda.current_stream(ids_TA.device).cuda_stream
-        return self._launches.run(ids_TA.contiguous(), stream, wave)
+        return self._launches.run(ids_TA.contiguous(), stream, wave, slot_ids_TA=slot_ids_TA, condition=self._condition)
+
+    def waves(self, most: int, *, repeatable: bool) -> Iterator[int]:
+        """See :meth:`CpuSlots.waves`. A CUDA graph that is being captured gets the second one, on another stream, and
+        repeats it as often as a call needs.
+        """
+        if most < 2 or not (repeatable and torch.cuda.is_current_stream_capturing()):
+            yield from range(most)
+            return
+        loop = CapturedLoop(torch.cuda.current_stream().cuda_stream)
+        self._condition = loop.condition
+        try:
+            yield 0
+            with loop.body() as stream, torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+                yield NEXT_WAVE
+        finally:
+            self._condition = 0
 
     def residents(self) -> dict[int, int]:
         """See :meth:`CpuSlots.residents`. Waits for the GPU."""
@@ -166,8 +194,14 @@ def run_in_waves(
         call: its arguments, with ``out``.
         count: slots.
     """
-    ids_TA, weights_TA = call.topk_ids_TA, call.topk_weights_TA
+    ids_TA, weights_TA, device = call.topk_ids_TA.contiguous(), call.topk_weights_TA, call.x_TH.device
     rows, top_k = ids_TA.numel(), ids_TA.shape[1]
+    # Allocated here: a wave that a graph repeats must not allocate.
+    slot_ids_TA = torch.empty(ids_TA.shape, dtype=torch.int32, device=device)
+    in_wave_R1 = torch.empty(rows, 1, dtype=torch.bool, device=device)
+    workspace = None
+    if needed := step.runner.workspace_bytes(rows, 1, step.config):
+        workspace = torch.empty(needed, dtype=torch.uint8, device=device)
 
     def of_rows(tensor: Tensor) -> Tensor:
         return tensor[:, None].expand(-1, top_k, -1).reshape(rows, -1)
@@ -175,15 +209,19 @@ def run_in_waves(
     weights_R1 = (weights_TA if problem.weight_on == "input" else torch.ones_like(weights_TA)).reshape(rows, 1)
     part = call._replace(
         x_TH=of_rows(call.x_TH),
+        topk_ids_TA=slot_ids_TA.view(rows, 1),
         topk_weights_TA=weights_R1,
-        workspace=None,
+        workspace=workspace,
         x_scales=None if call.x_scales is None else of_rows(call.x_scales),
     )
-    y_RH, new_RH = torch.empty(2, rows, problem.spec.hidden, dtype=torch.float32, device=call.x_TH.device)
-    for wave in range(ceil_div(min(problem.spec.local_experts, rows), count)):
-        slot_ids_R1 = slots.place(ids_TA, wave).view(rows, 1)
+    y_RH, new_RH = torch.empty(2, rows, problem.spec.hidden, dtype=torch.float32, device=device)
+    most = ceil_div(min(problem.spec.local_experts, rows), count)
+    repeatable = call.x_TH.dtype is torch.bfloat16 and call.x_scales is None  # what else there is, runners convert
+    for wave in slots.waves(most, repeatable=repeatable):
+        slots.place(ids_TA, wave, slot_ids_TA)
         out_RH = new_RH if wave else y_RH  # rows of other waves become 0
-        step.runner.run(part._replace(topk_ids_TA=slot_ids_R1, out=out_RH), step.config)
+        step.runner.run(part._replace(out=out_RH), step.config)
         if wave:
-            torch.where(slot_ids_R1 >= 0, new_RH, y_RH, out=y_RH)
+            torch.ge(part.topk_ids_TA, 0, out=in_wave_R1)
+            torch.where(in_wave_R1, new_RH, y_RH, out=y_RH)
     step.runner.add_rows(y_RH, call, step.config)

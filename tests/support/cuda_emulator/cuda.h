@@ -498,6 +498,11 @@ inline int atomicAdd(int* at, int value) {
     return before;
 }
 
+// A condition's handle is its address.
+inline void cudaGraphSetConditional(unsigned long long handle, unsigned value) {
+    *reinterpret_cast<unsigned*>(handle) = value;
+}
+
 inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
     const uint32_t before = *at;
     if (value > before) *at = value;

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["DriverError", "Kernel", "Launch", "Module", "mapped_address"]
+__all__ = ["CapturedLoop", "DriverError", "Kernel", "Launch", "Module", "mapped_address"]
 
 _SHARED_MEMORY, _PROGRAMMATIC = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_..., CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
 _SHARED_DEFAULT = 48 * 1024  # bytes of shared memory that need no attribute
+_CONDITIONAL_NODE, _WHILE = 13, 1  # CU_GRAPH_NODE_TYPE_CONDITIONAL, CU_GRAPH_COND_TYPE_WHILE
+_RELAXED, _NON_BLOCKING, _SET_DEPENDENCIES, _ASSIGN_DEFAULT = 2, 1, 1, 1
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has used the GPU yet
 
 
@@ -139,6 +143,89 @@ class Module:
         code = self._driver.cuLibraryGetKernel(ctypes.byref(handle), self._library, name.encode())
         _check(self._driver, code, f"kernel {name}")
         return Kernel(self._driver, handle, name, chained=chained)
+
+
+class _NodeParams(ctypes.Structure):
+    """CUgraphNodeParams of a conditional node."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("reserved", ctypes.c_int * 3),
+        ("handle", ctypes.c_ulonglong),
+        ("condition", ctypes.c_int),
+        ("size", ctypes.c_uint),
+        ("bodies", ctypes.POINTER(ctypes.c_void_p)),
+        ("context", ctypes.c_void_p),
+        ("rest", ctypes.c_ubyte * 208),
+    )
+
+
+class CapturedLoop:
+    """A loop in the CUDA graph that captures a stream: a WHILE node, whose condition kernels set on the GPU.
+
+    Args:
+        stream: handle of a stream of torch's current device that is being captured.
+
+    Attributes:
+        condition: handle that kernels give ``cudaGraphSetConditional``; 0 at each launch of the graph.
+
+    Raises:
+        DriverError: if the driver refuses a call. CUDA 12.4's is the first that has such nodes.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._driver, self._stream = _open_driver(), ctypes.c_void_p(stream)
+        graph, _ = self._graph()
+        condition, context = ctypes.c_ulonglong(), self._context()
+        self._call("cuGraphConditionalHandleCreate", ctypes.byref(condition), graph, context, 0, _ASSIGN_DEFAULT)
+        self.condition = condition.value
+
+    @contextmanager
+    def body(self) -> Iterator[int]:
+        """Yield the handle of a stream: what goes to it within the context repeats while the condition holds.
+
+        What follows on the captured stream follows the loop. Memory that torch allocates within the context is not the
+        graph's, so nothing may be allocated.
+        """
+        graph, dependencies = self._graph()
+        params = _NodeParams(
+            type=_CONDITIONAL_NODE, handle=self.condition, condition=_WHILE, size=1, context=self._context()
+        )
+        node, stream, ended, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+        self._call("cuGraphAddNode_v2", ctypes.byref(node), graph, *dependencies, ctypes.byref(params))
+        one = ctypes.c_size_t(1)
+        self._call(
+            "cuStreamUpdateCaptureDependencies_v2", self._stream, ctypes.byref(node), None, one, _SET_DEPENDENCIES
+        )
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # so that a stream may be made
+        try:
+            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            body, nothing = ctypes.c_void_p(params.bodies[0]), (None, None, ctypes.c_size_t(0))
+            self._call("cuStreamBeginCaptureToGraph", stream, body, *nothing, _RELAXED)
+            try:
+                yield stream.value or 0
+            finally:
+                self._call("cuStreamEndCapture", stream, ctypes.byref(ended))
+        finally:
+            if stream:
+                self._driver.cuStreamDestroy_v2(stream)
+            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _graph(self) -> tuple[ctypes.c_void_p, tuple[Any, Any, ctypes.c_size_t]]:
+        """Return the graph that is being captured, and what its next node depends on: nodes, edges and their count."""
+        status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+        nodes, edges = ctypes.c_void_p(), ctypes.c_void_p()
+        outputs = (ctypes.byref(o) for o in (graph, nodes, edges, count))
+        self._call("cuStreamGetCaptureInfo_v3", self._stream, ctypes.byref(status), None, *outputs)
+        return graph, (nodes, edges, count)
+
+    def _context(self) -> ctypes.c_void_p:
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        return context
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        _check(self._driver, getattr(self._driver, name)(*arguments), f"loops in CUDA graphs: {name}")
 
 
 def mapped_address(address: int) -> int:

@@ -20,8 +20,10 @@ struct PlaceExpertsArgs {
     long long* last_use;  // [slots]: the last step that needed it; 0: none
     long long* counters;  // step, hits, misses
     int* wave_of_expert;  // [experts], or -1: written by wave 0, read by the others
+    int* waves;           // the last placed, and the last that the call needs
+    unsigned long long condition;  // of a loop in a graph: whether the call needs further waves; or 0
     int rows, first_expert, experts, slots;
-    int long_ids, wave;
+    int long_ids, wave;  // wave: -1 for the one after the last placed
 };
 
 // One CTA. Of slots that this wave does not need, the missing experts get those used least recently, in order of id;
@@ -36,6 +38,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
     for (int e = thread; e < args.experts; e += threads) slots[e] = -2;
     if (thread == 0) hits = found = 0;
     grid_dependency_wait();
+    const int wave = args.wave < 0 ? args.waves[0] + 1 : args.wave;
     for (int s = thread; s < args.slots; s += threads) used[s] = args.last_use[s];
     const long long step = args.counters[0] + 1;
     __syncthreads();
@@ -43,7 +46,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
         const long long id =
             (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
             args.first_expert;
-        if (id < 0 || id >= args.experts || (args.wave && args.wave_of_expert[id] != args.wave)) continue;
+        if (id < 0 || id >= args.experts || (wave && args.wave_of_expert[id] != wave)) continue;
         slots[id] = args.slot_of_expert[id];  // all that write write the same
     }
     __syncthreads();
@@ -60,7 +63,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
     }
     __syncthreads();
     const int room = args.slots - hits, misses = min(found, room);
-    if (!args.wave) {
+    if (!wave) {
         for (int e = thread; e < args.experts; e += threads) args.wave_of_expert[e] = slots[e] >= 0 ? 0 : -1;
         __syncthreads();
         for (int i = thread; i < found; i += threads) {
@@ -95,6 +98,9 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
     if (thread == 0) {
         args.misses[0] = misses;
         args.counters[0] = step, args.counters[1] += hits, args.counters[2] += misses;
+        const int last = wave ? args.waves[1] : (found - misses + args.slots - 1) / args.slots;
+        args.waves[0] = wave, args.waves[1] = last;
+        if (args.condition) cudaGraphSetConditional(args.condition, wave < last);
     }
 }
 

@@ -11,10 +11,13 @@ from torch import Tensor
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["MOST_EXPERTS", "MOST_PARTS", "FetchExpertsArgs", "PlaceExpertsArgs", "SlotLaunches"]
+__all__ = ["MOST_EXPERTS", "MOST_PARTS", "NEXT_WAVE", "FetchExpertsArgs", "PlaceExpertsArgs", "SlotLaunches"]
 
 MOST_EXPERTS, MOST_PARTS = 1024, 16
 """Experts of a layer, and packed tensors, that the kernels have room for."""
+
+NEXT_WAVE = -1
+"""The wave after the last one that was placed, of which only the GPU knows the number."""
 
 _THREADS = 512
 _CTAS = 16  # that copy: 1 MB is on its way, as much as the rate of PCIe 5 times its latency needs many times over
@@ -26,7 +29,8 @@ class PlaceExpertsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("ids", "slot_ids", "slot_of_expert", "expert_of_slot", "misses")),
-        *((name, _POINTER) for name in ("last_use", "counters", "wave_of_expert")),
+        *((name, _POINTER) for name in ("last_use", "counters", "wave_of_expert", "waves")),
+        ("condition", ctypes.c_ulonglong),
         *((name, _INT) for name in ("rows", "first_expert", "experts", "slots", "long_ids", "wave")),
     )
 
@@ -58,9 +62,9 @@ class SlotLaunches:
     ) -> None:
         count, device = len(slots[0]), slots[0].device
         self.experts, self.slots = experts, count
-        sizes = [experts, count, 1 + 2 * count, experts]
+        sizes = [experts, count, 1 + 2 * count, experts, 2]
         ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        self._slot_of_expert, self._expert_of_slot, self._misses, wave_of_expert = ints.split(sizes)
+        self._slot_of_expert, self._expert_of_slot, self._misses, wave_of_expert, waves = ints.split(sizes)
         longs = torch.empty(count + 3, dtype=torch.int64, device=device)
         self._last_use, self._counters = longs.split([count, 3])
         self._counters.zero_()
@@ -72,6 +76,7 @@ class SlotLaunches:
             last_use=self._last_use.data_ptr(),
             counters=self._counters.data_ptr(),
             wave_of_expert=wave_of_expert.data_ptr(),
+            waves=waves.data_ptr(),
             first_expert=first_expert,
             experts=experts,
             slots=count,
@@ -91,20 +96,26 @@ class SlotLaunches:
         self._misses.zero_()
         self._last_use.zero_()
 
-    def run(self, ids_TA: Tensor, stream: int, wave: int = 0) -> Tensor:
+    def run(
+        self, ids_TA: Tensor, stream: int, wave: int = 0, *, slot_ids_TA: Tensor | None = None, condition: int = 0
+    ) -> Tensor:
         """Put the experts of a call into slots, and return the ids under which they lie there.
 
         Args:
             ids_TA: int32 or int64, contiguous.
             stream: of torch's current device.
             wave: of a call that needs more experts than there are slots; each of its waves, in order, has at most as
-                many. All are needed in ``ceil(experts / slots)`` waves.
+                many. All are needed in ``ceil(experts / slots)`` waves. :data:`NEXT_WAVE`: the one after the last.
+            slot_ids_TA: where the result is written, instead of a new tensor.
+            condition: of a loop in a CUDA graph, set to whether the call needs further waves.
 
         Returns:
             int32 [T, A]: first expert plus slot, or -1 where an id is of another wave, or no expert's of this rank.
         """
-        slot_ids_TA = torch.empty(ids_TA.shape, dtype=torch.int32, device=ids_TA.device)
+        if slot_ids_TA is None:
+            slot_ids_TA = torch.empty(ids_TA.shape, dtype=torch.int32, device=ids_TA.device)
         args = self._place_args
+        args.condition = condition
         args.ids, args.slot_ids = ids_TA.data_ptr(), slot_ids_TA.data_ptr()
         args.rows, args.long_ids, args.wave = ids_TA.numel(), ids_TA.dtype == torch.int64, wave
         self._place(stream)
