@@ -72,6 +72,14 @@ def test_without_a_sanitizer_it_says_so(tmp_path: Path) -> None:
     assert "no compute-sanitizer here: memory and races not checked" in output.splitlines()[-1]
 
 
+def test_arguments_choose_tests_and_leave_the_sanitizers_out(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "tests/gpu/test_cuda.py", tests={"gpu": 3}, sanitizer={ALL[0]: 9})
+    assert code == 1
+    called, said = output.splitlines()
+    assert called.endswith("-m pytest -q -m gpu tests/gpu/test_cuda.py")
+    assert said == "scripts/test-gpu: tests FAILED (3)"
+
+
 PROGRAM = """#!/bin/sh
 said="{name}${*:+ $*}"
 echo "$said"
