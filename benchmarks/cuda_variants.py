@@ -32,6 +32,7 @@ from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import build as kernel_build
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Module
+from polymoe.kernels.cuda.modules import kernel as shipped_kernel
 from polymoe.kernels.cuda.pipelines import CtaTile
 from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A8_SHARED, W4A16_MMA, W4A16_WGMMA, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, Target
@@ -347,7 +348,7 @@ class Launcher:
     def __call__(self, unit: str, name: str, target: Target) -> Launcher.Kernel:
         """A kernel, of the variant unless it is one of those around the GEMMs."""
         around = unit in ("permute", "finalize", "quantize")
-        kernel = modules.kernel(unit, name, target) if around else _kernel(self.cubin, name)
+        kernel = shipped_kernel(unit, name, target) if around else _kernel(self.cubin, name)
         return Launcher.Kernel(self, kernel, name)
 
     class Kernel:
