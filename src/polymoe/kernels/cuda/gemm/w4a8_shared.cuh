@@ -94,7 +94,7 @@ struct Decoder {
 #pragma unroll
         for (int i = 0; i < kKBlocks; ++i) {
             own[i] = ld_shared_v4(stage + scales + i * 128);
-            if (kExchanges) other[i] = ld_shared_v4(stage + other_scales + i * 128);
+            other[i] = kExchanges ? ld_shared_v4(stage + other_scales + i * 128) : own[i];
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) ahead[i] = load_codes(stage, i);
