@@ -89,7 +89,7 @@ def formats(
 
 def is_quantized(path: Path) -> bool:
     """Whether a checkpoint's config says that its experts are quantized."""
-    return parse_quantization(json.loads((path / "config.json").read_text())).method != "none"
+    return parse_quantization(json.loads((path / "config.json").read_text())).quantized
 
 
 def facts(path: Path) -> dict[str, object]:

@@ -50,7 +50,7 @@ class TrainedFamily:
     @property
     def quantized(self) -> bool:
         """Whether the config quantizes anything, wherever its family keeps the quantization."""
-        return parse_quantization(self.config).method != "none"
+        return parse_quantization(self.config).quantized
 
     def encoding(self, tensor: str) -> tuple[str, Encoding] | None:
         """Dialect and encoding of a linear layer's weight, by its name in the files; None if it stays in 16 bit."""

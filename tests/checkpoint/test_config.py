@@ -141,6 +141,7 @@ def test_where_the_description_lives() -> None:
         wrapper | {"quantization_config": section},
     ):
         quantization = parse_quantization(found)
+        assert quantization.quantized
         assert quantization.method == "compressed-tensors"
         assert quantization.scheme(QWEN_UP).dialect == "ct_int4"
     assert parse_quantization(base, side).scheme(QWEN_UP) == Scheme("modelopt_nvfp4", encoding("nvfp4"))
@@ -148,7 +149,7 @@ def test_where_the_description_lives() -> None:
     # What config.json says comes before the side file.
     assert parse_quantization(base | {"quantization_config": section}, side).scheme(QWEN_UP).dialect == "ct_int4"
     for nothing in (base, base | {"quantization_config": None}, base | {"quantization_config": {}}):
-        assert parse_quantization(nothing).method == "none"
+        assert not parse_quantization(nothing).quantized
         assert parse_quantization(nothing).scheme(QWEN_UP) == Scheme("plain", encoding("bf16"))
 
 

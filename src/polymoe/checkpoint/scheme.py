@@ -94,6 +94,11 @@ class QuantizationConfig:
     default: Callable[[], Scheme]
     plain: Scheme
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the config quantizes anything."""
+        return self.method != "none"
+
     def scheme(self, module: str) -> Scheme:
         """Return the scheme of ``module``, named as in the checkpoint: ``model.layers.3.mlp.experts.0.up_proj``, or for
         stacked experts ``model.layers.3.mlp.experts.gate_up_proj``.

@@ -55,7 +55,7 @@ def calibrate(
         UnsupportedProblem: as :func:`polymoe.load`, and for a model without Transformers' experts interface.
     """
     with Checkpoint.open(os.fspath(path)) as checkpoint:
-        if checkpoint.quantization.method != "none":
+        if checkpoint.quantization.quantized:
             raise CheckpointError(str(path), expected="experts in 16 bits", got=checkpoint.quantization.method)
         model, tokenizer = load(path, device=device)
         measured, layers = dict[nn.Module, _Measured](), dict[tuple[int, int], InputSquares]()

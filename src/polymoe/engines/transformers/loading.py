@@ -111,7 +111,7 @@ def load(
     # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
     checkpoint = Checkpoint.open(os.fspath(path), config_only=True, experts=experts, **hub)
-    quantized = checkpoint.quantization.method != "none" or experts is not None
+    quantized = checkpoint.quantization.quantized or experts is not None
     check_dense(dense, checkpoint.quantization.method)
     if expert_memory is not None and not quantized:
         raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got="experts that are not packed")
