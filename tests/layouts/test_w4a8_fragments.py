@@ -10,7 +10,7 @@ import torch
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.layouts import LAYOUTS
-from polymoe.layouts.cuda.w4a8_fragments import BITS, INT4_BITS, MOST_STEP
+from polymoe.layouts.cuda.w4a8_fragments import BITS, MOST_STEP, SIGNED_BITS
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.problems import random_experts
 
@@ -63,7 +63,7 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
 
 
 def test_bits_have_places_of_their_own() -> None:
-    assert sorted(BITS) == sorted(INT4_BITS) == list(range(32))
+    assert sorted(BITS) == sorted(SIGNED_BITS) == list(range(32))
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)

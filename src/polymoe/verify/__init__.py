@@ -111,9 +111,6 @@ def verify(
         return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows), absent)
 
 
-Call = tuple[torch.Tensor, Routing]
-
-
 def _verify_bytes(checkpoint: Checkpoint, layer: int, oracles: Iterable[Oracle]) -> LayerRow:
     """Check every expert's bytes, and add its second reading to ``oracles``."""
     weights = checkpoint.weights(layer)
@@ -150,7 +147,7 @@ def _verify_backends(
     machine: Machine,
     device: str | None,
     backend: str,
-    calls: Mapping[int, Call],
+    calls: Mapping[int, tuple[torch.Tensor, Routing]],
     oracles: Mapping[int, torch.Tensor],
 ) -> list[BackendRow]:
     """Run ``calls``, by token count, on every backend, and compare with ``oracles``, or the reference without them."""
@@ -210,7 +207,7 @@ def _run(experts: FusedExperts, x_TH: torch.Tensor, routing: Routing, expected: 
     return relative_error(got.cpu(), expected), sorted(times)[1]
 
 
-def _call(problem: Problem, tokens: int, ids: Iterable[int], dtype: torch.dtype) -> Call:
+def _call(problem: Problem, tokens: int, ids: Iterable[int], dtype: torch.dtype) -> tuple[torch.Tensor, Routing]:
     """Draw random tokens, each routed to ``top_k`` different experts of ``ids``."""
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     cpu["generator"] = torch.Generator("cpu").manual_seed(tokens)

@@ -16,9 +16,9 @@ magnitude (:data:`INT4_BITS`): seven instructions.
 
 Scales: each block stores, for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8. A
 last group of rows is padded to four tiles. E8M0 bytes, four for each g of a tile, are biased and their bits scattered
-(:data:`E8M0_BITS`), so that one mask yields two bfloat16 values. E4M3 bytes are stored as bytes with a wider exponent
-(:func:`e4m3_codes`), also scattered (:data:`E4M3_BITS`). Scales of groups of 128 columns are stored once per two
-blocks.
+(:data:`E8M0_SCALE_BITS`), so that one mask yields two bfloat16 values. E4M3 bytes are stored as bytes with a wider
+exponent (:func:`e4m3_codes`), also scattered (:data:`E4M3_SCALE_BITS`). Scales of groups of 128 columns are stored once
+per two blocks.
 
 Scales of INT4 are bfloat16. With zero points, each pair of scales is followed by a pair of offsets in bfloat16: 7.5
 less the zero point, times the scale. What is lost of float16 scales and zero points is the rest, one byte for each
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_LIMIT", "E8M0_MOST", "INT4_BITS",
-    "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "from_sign_and_magnitude", "pack_codes", "pack_scales",
-    "scale_bytes", "sign_and_magnitude", "unpack_codes", "unpack_scales",
+    "COLUMNS", "E2M1_BITS", "E4M3_MOST", "E4M3_SCALE_BITS", "E8M0_BIAS", "E8M0_LIMIT", "E8M0_MOST", "E8M0_SCALE_BITS",
+    "INT4_BITS", "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "from_sign_and_magnitude", "pack_codes",
+    "pack_scales", "scale_bytes", "sign_and_magnitude", "unpack_codes", "unpack_scales",
 ]  # fmt: skip
 
 ROWS, COLUMNS = 64, 64
@@ -83,7 +83,7 @@ INT4_BITS = tuple((bit + 4 * pair + 16 * half) % 32 for pair in range(4) for hal
 """Where the bits of eight INT4 codes lie in a word: three of the magnitude, and the sign."""
 
 _FIRST, _SECOND = tuple(range(7, 15)), (31, *range(7))
-E8M0_BITS = (*_FIRST, *(b + 16 for b in _FIRST), *_SECOND, *((b + 16) % 32 for b in _SECOND))
+E8M0_SCALE_BITS = (*_FIRST, *(b + 16 for b in _FIRST), *_SECOND, *((b + 16) % 32 for b in _SECOND))
 """Where the bits of four E8M0 scales lie in a word: rows g and g + 8 of one group in place, those of the next group
 after a rotation by 8."""
 
@@ -94,7 +94,7 @@ product is the weight times 2**-24, a normal bfloat16 for bytes of at least 26. 
 E8M0_MOST = 152
 """Largest E8M0 byte that is decoded: 2**25. With bytes below 26 (2**-101), weights lose bits below 2**-110."""
 
-E4M3_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12, 20))
+E4M3_SCALE_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12, 20))
 """Where the bits of four of :func:`e4m3_codes` lie in a word: rows g and g + 8 of one group where bfloat16 has its
 mantissa and the low bits of its exponent, those of the next group after a rotation by 8."""
 
@@ -312,10 +312,10 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool 
     x = torch.nn.functional.pad(scales_NGB, padding).unflatten(0, (-1, 4, 2, 8)).unflatten(4, (times, groups))
     x = x.permute(0, 4, 3, 1, 5, 2, 6)
     if encoding.scale_dtype == "e8m0" and not cvt:
-        x = move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
+        x = move_bits((x + E8M0_BIAS).flatten(4), E8M0_SCALE_BITS)
     elif encoding.scale_dtype == "e4m3" and not cvt:
         codes = _e4m3_codes(x.device).index_select(0, x.flatten().int())
-        x = move_bits(codes.view(-1, 4), E4M3_BITS)
+        x = move_bits(codes.view(-1, 4), E4M3_SCALE_BITS)
     return x.flatten()
 
 
@@ -324,9 +324,9 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int, c
     times, groups = _groups_beside(encoding, columns)
     x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES.itemsize(encoding.scale_dtype or ""))
     if encoding.scale_dtype == "e8m0" and not cvt:
-        x = move_bits(x.flatten(4), inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
+        x = move_bits(x.flatten(4), inverse(E8M0_SCALE_BITS)).view(x.shape) - E8M0_BIAS
     elif encoding.scale_dtype == "e4m3" and not cvt:
-        codes = move_bits(x.reshape(-1, 4), inverse(E4M3_BITS)).view(x.shape)
+        codes = move_bits(x.reshape(-1, 4), inverse(E4M3_SCALE_BITS)).view(x.shape)
         x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
     return x[:rows, : ceil_div(columns, encoding.group_columns) * (1 + encoding.zero_points)].flatten(1)

@@ -13,7 +13,7 @@ one byte permutation uses four of them as indices into the table. The signs are 
 
 INT4 codes with zero points are stored the same way: the fourth bits are those of the index into a table of 16. Without
 zero points, a code less 8 is stored as a sign and i, for i or -(i + 1), where E4M3 has the sign and the three lowest
-bits; ``second``'s are there after a rotation by four (:data:`INT4_BITS`).
+bits; ``second``'s are there after a rotation by four (:data:`SIGNED_BITS`).
 
 Scales of MXFP4: a weight's scale is the largest of its row times 2**-step. Steps are stored times 8, the size of a
 table. Each block stores, for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and g
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BITS", "INT4_BITS", "MOST_STEP", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
+    "BITS", "MOST_STEP", "SIGNED_BITS", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
     "unpack_scales",
 ]  # fmt: skip
 
 BITS = tuple(bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (3 if n < 4 else 7)))
 """Where the bits of eight codes lie in a word: MXFP4, and INT4 with zero points."""
 
-INT4_BITS = tuple((8 * (n % 4) + bit + 4 * (n // 4)) % 32 for n in range(8) for bit in (0, 1, 2, 7))
+SIGNED_BITS = tuple((8 * (n % 4) + bit + 4 * (n // 4)) % 32 for n in range(8) for bit in (0, 1, 2, 7))
 """The same for INT4 without zero points, as sign and the rest."""
 
 MOST_STEP = 14
@@ -111,7 +111,7 @@ class W4A8Fragments(MatrixLayout):
         codes_NB = interleave_gate_up([q.codes for q in halves])
         if halves[0].encoding.element == "int4":
             signed = not halves[0].encoding.zero_points
-            codes = pack_codes(sign_and_magnitude(codes_NB), INT4_BITS) if signed else pack_codes(codes_NB)
+            codes = pack_codes(sign_and_magnitude(codes_NB), SIGNED_BITS) if signed else pack_codes(codes_NB)
             return {"codes": codes, "scales": _pack_int4_scales(halves)}, None
         scales_NG = interleave_gate_up([as_bytes(q.scales) for q in halves]).squeeze(2)
         scales, step = pack_scales(scales_NG, codes_NB)
@@ -128,7 +128,7 @@ class W4A8Fragments(MatrixLayout):
             found = {"codes": codes_NB, "scales": unpack_scales(parts["scales"], rows, columns)}
         else:
             found = _unpack_int4_scales(parts["scales"].flatten(), encoding, all_rows)
-            bits = BITS if encoding.zero_points else INT4_BITS
+            bits = BITS if encoding.zero_points else SIGNED_BITS
             codes_NB = unpack_codes(parts["codes"].flatten(), all_rows, columns, bits)
             found["codes"] = codes_NB if encoding.zero_points else from_sign_and_magnitude(codes_NB)
         split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
