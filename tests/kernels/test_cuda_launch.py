@@ -17,12 +17,19 @@ from polymoe.kernels.cuda.launch.call import PreparedCall
 from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
 from polymoe.kernels.cuda.launch.shape import CallShape, Tiles, permutation_words, steps_of
 from polymoe.kernels.cuda.launch.steps import BY_TOKEN
+from polymoe.kernels.cuda.slots import PlaceExpertsArgs
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, TARGETS
 from support.cuda_emulator import Recorded
 
 STRUCTURES = [s for s in vars(args).values() if isinstance(s, type) and issubclass(s, ctypes.Structure)]
-KINDS = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+STRUCTURES += [PlaceExpertsArgs]  # that of fetch_experts has arrays, too
+KINDS = {
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "unsigned long long": ctypes.c_ulonglong,
+    "float": ctypes.c_float,
+}
 NOT_SET = {"top_k", "x_dtype", "tiles", "expanded_to_permuted", "router_weights", "counts", "input_scales"}
 """Arguments that a launch may leave at 0."""
 
