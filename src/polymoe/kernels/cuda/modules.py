@@ -2,7 +2,7 @@
 
 A kernel family's cubins for a target are in one archive, compressed as a whole, which makes them a fifteenth of their
 size: they are much alike. An archive is decompressed when a kernel of one of its units is first asked for, in at most
-25 ms; what a process keeps is the unit's cubin.
+27 ms; what a process keeps is the unit's cubin.
 """
 
 from __future__ import annotations
