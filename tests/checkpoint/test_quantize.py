@@ -221,7 +221,7 @@ def test_two_runs_into_one_directory(qwen3: Path, tmp_path: Path) -> None:
     out, met = tmp_path / "out", list[str]()
 
     def second(_: str) -> None:
-        with pytest.raises(CheckpointError, match="one run at a time, got another that is writing it"):
+        with pytest.raises(CheckpointError, match=r"(?s)one run at a time, got another that is writing it.*wait for"):
             quantize_checkpoint(qwen3, "mxfp4", out)
         met.append("refused")
 
@@ -232,7 +232,7 @@ def test_two_runs_into_one_directory(qwen3: Path, tmp_path: Path) -> None:
 
 def test_a_directory_that_exists_is_left_alone(qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
-    with pytest.raises(CheckpointError, match="new directory, got one that exists"):
+    with pytest.raises(CheckpointError, match=r"(?s)new directory, got one that exists.*give another one"):
         quantize_checkpoint(qwen3, "mxfp4", tmp_path)
     assert contents(tmp_path) == {"mine": b"kept"}
 
@@ -251,7 +251,8 @@ def test_a_full_disk(qwen3: Path, tmp_path: Path, where: str, monkeypatch: pytes
         else:
             write_ = module._ShardFile.write
             patch.setattr(module._ShardFile, "write", lambda *args: (full(), write_(*args))[1])
-        with pytest.raises(OSError, match="No space left"):
+        full_ = r"No space left on device: [\d.]+ [KM]iB are needed for this file: '.*\.out\.quantizing/model-00003-of"
+        with pytest.raises(OSError, match=full_):
             quantize_checkpoint(qwen3, "mxfp4", out, progress=made.append)
     assert not out.exists()
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
@@ -270,12 +271,13 @@ def changed(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def test_nan_is_named_and_what_is_complete_is_kept(qwen3: Path, tmp_path: Path) -> None:
+def test_nan_is_named_and_what_is_complete_goes(qwen3: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     source = changed(qwen3, tmp_path / "nan", lambda tensors: tensors[name][5].fill_(float("nan")))
-    with pytest.raises(FormatError, match=r"layers\.2\.mlp\.experts\.3\.up_proj.*finite.*NaN"):
+    with pytest.raises(FormatError, match=r"(?s)layers\.2\.mlp\.experts\.3\.up_proj.*finite.*NaN.*fetch or convert"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    # Another source is another job.
+    assert {p.name for p in tmp_path.iterdir()} - {".out.lock"} == {"nan"}
 
 
 def test_sizes_that_the_format_does_not_allow(tmp_path: Path) -> None:
@@ -283,7 +285,9 @@ def test_sizes_that_the_format_does_not_allow(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described))
     opened = Checkpoint.open(tmp_path / "config.json")
     source = write_checkpoint(tmp_path / "in", described, {n: random_layer(opened) for n in opened.layers})  # type: ignore[misc]
-    with pytest.raises(CheckpointError, match=r"(?s)multiples of int4_g128's groups.*F=96.*these sizes allow mxfp4"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)multiples of int4_g128's groups of 128.*F=96.*these sizes allow mxfp4"
+    ):
         quantize_checkpoint(source, "int4_g128", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "in"]
 
@@ -318,7 +322,9 @@ def test_other_weights_that_are_quantized_already(qwen3: Path, tmp_path: Path) -
     source = shutil.copytree(qwen3, tmp_path / "in")
     described = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers"]}
     patch_config(source, quantization_config=described)
-    with pytest.raises(CheckpointError, match="in 16 bits, got one whose config describes quantized weights"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)got one whose config describes quantized weights.*release in 16 bits"
+    ):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
 
 

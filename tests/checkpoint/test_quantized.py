@@ -120,7 +120,7 @@ def test_the_expert_whose_weights_are_not_finite_is_named(monkeypatch: pytest.Mo
     read = source.reader("nvfp4")
     for e in range(6):
         assert same(read(e, check=False), source.alone(e, "nvfp4"))
-    with pytest.raises(FormatError, match=r"experts\.6\.down: expected finite float32 weights, got NaN"):
+    with pytest.raises(FormatError, match=r"(?s)experts\.6\.down: expected finite float32 weights, got NaN.*fetch or"):
         read(6, check=False)
     assert same(read(7, check=False), source.alone(7, "nvfp4"))
 

@@ -72,8 +72,9 @@ def test_a_full_disk_leaves_files_as_they_were(tmp_path: Path, monkeypatch: pyte
     append_line(path, "first")
     for write in (append_line, replace_file):
         monkeypatch.setattr(os, "write", full_disk(room))
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match="No space") as caught:
             write(path, "x" * 100)
+        assert write is append_line or caught.value.filename == str(path)
         assert path.read_text() == "first\n"
         assert os.listdir(tmp_path) == ["a"]
     monkeypatch.undo()

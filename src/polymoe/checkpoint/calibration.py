@@ -51,7 +51,9 @@ class Texts:
         try:
             content = file.read_bytes()
             lines = content.decode().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ArgumentError(where, expected="a file that can be read", got=str(error.strerror)) from error
+        except UnicodeDecodeError as error:
             raise ArgumentError(where, expected=_EXPECTED, got=str(error)) from error
         texts = tuple(_text(line, f"{where}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
         if not texts:
@@ -63,7 +65,7 @@ def _text(line: str, where: str) -> str:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ArgumentError(where, expected=_EXPECTED, got=str(error)) from error
+        raise ArgumentError(where, expected=_EXPECTED, got=quoted(line)) from error
     fields = [row.get(key, "") for key in ("text", "prompt", "answer")] if isinstance(row, Mapping) else []
     text = "".join(field for field in fields if isinstance(field, str))
     if not text.strip():

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ from polymoe.checkpoint.quantized import quantize_expert
 from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
-from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.common.units import format_bytes
+from polymoe.errors import ArgumentError, CheckpointError, FormatError
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.base import MatrixTile, map_tiles
 from polymoe.problem.tensors import Expert
@@ -114,7 +116,11 @@ def quantize_checkpoint(
             work = out.with_name(f".{out.name}.quantizing")
             work.mkdir(exist_ok=True)
             job.require_same(work)
-            report = job.run(work, progress)
+            try:
+                report = job.run(work, progress)
+            except FormatError:  # the source has to change, and then nothing of this run can be continued
+                shutil.rmtree(work)
+                raise
             os.replace(work, out)
     return report
 
@@ -124,7 +130,9 @@ def _require_new(out: Path) -> None:
     if not above.is_dir():
         raise ArgumentError("out", expected="a new directory", got=f"a path below {above}, which is a file")
     if out.exists():
-        raise CheckpointError(str(out), expected="a new directory", got="one that exists", hint="nothing was written")
+        raise CheckpointError(
+            str(out), expected="a new directory", got="one that exists", hint="give another one, or remove it"
+        )
 
 
 def _dialect(checkpoint: Checkpoint, format: str, asked: str | None) -> str:
@@ -153,7 +161,10 @@ def _alone(out: Path) -> Iterator[None]:
             _require_new(out)  # the run that had the lock may have just ended
             yield
     except BlockingIOError:
-        raise CheckpointError(str(out), expected="one run at a time", got="another that is writing it") from None
+        raise CheckpointError(
+            str(out), expected="one run at a time", got="another that is writing it",
+            hint="wait for its end, or write to another directory",
+        ) from None  # fmt: skip
     finally:
         os.close(descriptor)
         if out.exists():
@@ -257,8 +268,9 @@ class _Job:
         nested = [c.config, *(v for v in c.config.values() if isinstance(v, dict))]
         if c.files.side or any(v.get("quantization_config") or v.get("compression_config") for v in nested):
             raise CheckpointError(
-                c.name, expected="a checkpoint in 16 bits", got="one whose config describes quantized weights"
-            )
+                c.name, expected="a checkpoint in 16 bits", got="one whose config describes quantized weights",
+                hint="give the release in 16 bits from which this one was made",
+            )  # fmt: skip
 
     def require_same(self, work: Path) -> None:
         """Continue only what an earlier run of the same job has left."""
@@ -486,8 +498,11 @@ class _ShardFile:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)
-        except BaseException:
+        except BaseException as error:
             draft.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                text = f"{error.strerror}: {format_bytes(start + end)} are needed for this file"
+                raise OSError(error.errno, text, str(path)) from error
             raise
 
     def write(self, name: str, tensor: Tensor, index: int = 0) -> None:

@@ -13,6 +13,7 @@ import torch
 from polymoe.common.threads import threads_of
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor, format_of
+from polymoe.formats.tensor import DAMAGED
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.tensors import Expert, ExpertsSpec
 
@@ -69,7 +70,7 @@ def quantized_spec(spec: ExpertsSpec, format: str, where: str) -> ExpertsSpec:
         fitting = [name for name in QUANTIZED_FORMATS if _divides(spec, FORMATS[name].encoding)]
         raise CheckpointError(
             where,
-            expected=f"sizes that are multiples of {format}'s groups",
+            expected=f"sizes that are multiples of {format}'s groups of {FORMATS[format].encoding.group_columns}",
             got=f"H={spec.hidden}, F={spec.intermediate}",
             hint=f"these sizes allow {', '.join(fitting) or 'none of its formats'}",
         )
@@ -120,8 +121,9 @@ def _quantized(
             return format_of(encodings[names[0]]).quantize(values, columns)
         except FormatError as error:
             weights = first.projections
-            name = next((name for name in names if not weights[name].codes.isfinite().all()), names[0])
-            raise FormatError(where(name), expected=error.expected, got=error.got, hint=error.hint) from error
+            name = next((name for name in names if not weights[name].codes.isfinite().all()), None)
+            hint = error.hint if name is None else DAMAGED
+            raise FormatError(where(name or names[0]), expected=error.expected, got=error.got, hint=hint) from error
 
     def stacked(names: Sequence[str]) -> Tensor:
         parts = [x.projections[name].codes for x in experts for name in names]

@@ -44,8 +44,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
         finally:
             os.close(descriptor)
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails names no file
         raise
 
 

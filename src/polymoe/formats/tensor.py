@@ -18,7 +18,10 @@ from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["QuantTensor", "expand_groups"]
+__all__ = ["DAMAGED", "QuantTensor", "expand_groups"]
+
+DAMAGED = "the file is damaged or was never written completely: fetch or convert it again"
+"""The hint for numbers that no complete file has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +206,7 @@ class QuantTensor:
                 f"{where} {name.replace('_', ' ')}",
                 expected=expected,
                 got=got,
-                hint="the file is damaged or was never written completely: fetch or convert it again",
+                hint=DAMAGED,
             )
 
     @classmethod

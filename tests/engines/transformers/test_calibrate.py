@@ -143,7 +143,7 @@ def test_another_calibration_does_not_continue(bf16: Path, tmp_path: Path, measu
         (b'{"text": "1+2="}\n{"story": "x"}\n', "line 2: expected JSON objects in lines, with text"),
         (b'{"text": 5}\n', "line 1: expected"),
         (b"[1]\n", "line 1: expected"),
-        (b"plain\n", "line 1: expected"),
+        (b"plain\n", "line 1: expected .*, got 'plain'"),
         (b"\xff\xfe", "can't decode"),
         (b'{"text": "1+2="}\n', r"at least one expert 32 tokens, got 4 tokens in 1 texts"),
     ],
@@ -159,7 +159,7 @@ def test_files_that_measure_nothing(bf16: Path, tmp_path: Path, content: bytes, 
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="No such file"):
+    with pytest.raises(ArgumentError, match=r"none\.jsonl: expected a file that can be read, got No such file"):
         Texts.read(tmp_path / "none.jsonl")
 
 

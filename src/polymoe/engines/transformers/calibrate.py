@@ -75,7 +75,10 @@ def calibrate(
     found = {place: InputSquares(s.tokens_E.cpu(), s.gate_up_EH.cpu(), s.down_EF.cpu()) for place, s in layers.items()}
     for (layer, _), squares in found.items():
         if not all(bool(each.isfinite().all()) for each in squares.sums().values()):
-            raise CheckpointError(f"{path}: layer {layer}", expected="finite inputs of experts", got="NaN or infinity")
+            raise CheckpointError(
+                f"{path}: layer {layer}", expected="finite inputs of experts", got="NaN or infinity",
+                hint="run the model: weights before this layer are damaged, or too large for its dtype",
+            )  # fmt: skip
     if not any(bool((squares.tokens_E >= LEAST_TOKENS).any()) for squares in found.values()):
         raise ArgumentError(
             f"calibrate: {texts.file}", expected=f"texts that give at least one expert {LEAST_TOKENS} tokens",
