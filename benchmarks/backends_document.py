@@ -38,7 +38,7 @@ never on the name of a model or a format. `polymoe explain` answers the same que
 
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
-Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers, Humming 0.1.19 and a driver for CUDA 13.
+Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers and a driver for CUDA 13.
 
 | activations | how the experts' inputs are quantized |
 | --- | --- |
@@ -107,13 +107,10 @@ def problem_of(format: str = "mxfp4", activations: str = "16bit") -> Problem:
     return CASE.problem(format, activations)
 
 
-def machine(
-    device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2", humming: str | None = "0.1.19"
-) -> Machine:
+def machine(device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2") -> Machine:
     """The machine that the document speaks of, whatever this one is."""
     parts = ("flashinfer-python", "flashinfer-cubin")
     foreign = {} if flashinfer is None else dict.fromkeys(parts, flashinfer) | _COMPILER
-    foreign |= {} if humming is None else {"humming-kernels": humming}
     packages = {"torch": "2.11.0", "triton": triton, **foreign}
     cuda = (13, 0) if device.kind == "cuda" else None
     return Machine(device, packages, cuda, cuda)
@@ -167,7 +164,6 @@ def changes() -> list[tuple[str, Problem, Machine]]:
         ("Triton 3.5", problem, machine(DEVICES["h200"], triton="3.5.1")),
         ("no FlashInfer", problem, machine(DEVICES["h200"], flashinfer=None)),
         ("FlashInfer 0.6.11", problem, machine(DEVICES["h200"], flashinfer="0.6.11")),
-        ("no Humming", problem, machine(DEVICES["h200"], humming=None)),
         ("a GPU before Ampere", problem, machine(turing)),
     ]
 

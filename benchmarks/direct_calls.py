@@ -1,10 +1,10 @@
-"""Backends ``flashinfer`` and ``humming`` beside direct calls of the two libraries with the same tactics and tiles.
+"""Backend ``flashinfer`` beside direct calls of the library with the same tactics.
 
-    python benchmarks/direct_calls.py FILE [BACKEND ...]    appends a JSON line for each number of tokens to FILE
+    python benchmarks/direct_calls.py FILE    appends a JSON line for each number of tokens to FILE
 
 DeepSeek-V4-Flash in MXFP4 on an SM90 GPU. FlashInfer's public function takes its tuner's choice, which is replaced by
-the backend's; Humming's layers are called in place of the functions that the backend calls. Exit status: 0 if results
-agree and the backends take at most 1.03 times as long, 1 if not, 2 for wrong usage.
+the backend's. Exit status: 0 if results agree and the backend takes at most 1.03 times as long, 1 if not, 2 for wrong
+usage.
 """
 
 # pyright: reportMissingImports=false
@@ -21,13 +21,11 @@ from typing import Any
 
 import torch
 from side_by_side import medians_in_turn
-from torch import Tensor
 
 from polymoe.backends import BACKENDS
 from polymoe.backends.config import Config
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
-from polymoe.bench.peers import Stacks
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls
@@ -79,42 +77,12 @@ def flashinfer_pair(workload: Workload, device: torch.device, layout: str) -> tu
     return runner.run, direct
 
 
-def humming_pair(workload: Workload, device: torch.device, layout: str) -> tuple[Run, Run]:
-    """The backend's call, and one whose two products are calls of Humming's layers, on their own copies."""
-    from humming.layer import HummingLayer
-
-    problem, spec = workload.problem, workload.problem.spec
-    packed = LAYOUTS[layout].pack(workload.weights, device)
-    plain, direct = (BACKENDS["humming"].bind(problem, packed) for _ in range(2))
-    stacks = Stacks.of(workload.weights, device)
-    for name, parts, n, k in (
-        ("up", stacks.gate_up, 2 * spec.intermediate, spec.hidden),
-        ("down", stacks.down, spec.hidden, spec.intermediate),
-    ):
-        with device:
-            layer = HummingLayer(
-                shape_n=n, shape_k=k, weight_config={"quant_method": "mxfp4"}, num_experts=spec.experts,
-                torch_dtype=torch.bfloat16,
-            )  # fmt: skip
-        layer.load_from_tensors({"weight": parts["codes"], "weight_scale": parts["scales"].view(torch.uint8)})
-        layer.transform()
-
-        def product(x: Tensor, tiles: Any, tuning: Any, rows: int, top_k: int, *, layer: Any = layer) -> Tensor:
-            return layer(
-                x, sorted_ids=tiles.rows, expert_ids=tiles.experts, num_tokens_padded=tiles.num_rows, top_k=top_k,
-                valid_shape_m=rows, compute_config={"gemm_type": "indexed"}, tuning_config=json.loads(tuning.text),
-            )  # fmt: skip
-
-        getattr(direct, name).run = product
-    return plain.run, direct.run
-
-
-def lines(name: str, workload: Workload, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure a backend at every number of tokens."""
-    problem, machine, backend = workload.problem, Machine.of("cuda"), BACKENDS[name]
+def lines(workload: Workload, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Measure the backend at every number of tokens."""
+    problem, machine, backend = workload.problem, Machine.of("cuda"), BACKENDS["flashinfer"]
     verdict = backend.check(problem, machine)
     layout = (getattr(verdict, "layouts", ()) or backend.layouts)[0]
-    pair = {"flashinfer": flashinfer_pair, "humming": humming_pair}[name](workload, device, layout)
+    pair = flashinfer_pair(workload, device, layout)
     for tokens in TOKENS:
         drawn = draw_calls(problem, RoutingDistribution("uniform"), device, tokens)
         calls = [(x, Routing(routing.topk_ids_TA.int(), routing.topk_weights_TA)) for x, routing in drawn]
@@ -133,7 +101,8 @@ def lines(name: str, workload: Workload, device: torch.device) -> Iterator[dict[
         ]
         own_us, direct_us = medians_in_turn(timed, ROUNDS, rest_seconds=0.1)
         yield {
-            "case": CASE.name, "backend": name, "format": problem.spec.format, "tokens": tokens, "config": str(config),
+            "case": CASE.name, "backend": backend.name, "format": problem.spec.format, "tokens": tokens,
+            "config": str(config),
             "backend_us": round(own_us, 2), "direct_us": round(direct_us, 2), "ratio": round(own_us / direct_us, 3),
             "floor_us": round(floor_us(problem, machine.device, [routing for _, routing in calls]), 2),
             "difference": max(relative_error(a, b) for a, b in zip(*outs, strict=True)),
@@ -144,25 +113,19 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("backends", nargs="*", metavar="BACKEND", help="flashinfer, humming; default: both")
     args = parser.parse_args()
-    names = args.backends or ["flashinfer", "humming"]
-    if not set(names) <= {"flashinfer", "humming"}:
-        parser.error(f"BACKEND: expects flashinfer or humming, got {', '.join(names)}")
     check_writable(args.file)
     machine, device = Machine.of("cuda"), torch.device("cuda")
     stamp, good = Stamp.now(machine, " ".join(["python", *sys.argv])), True
     workload = Workload.of_case(CASE, device, "mxfp4", "16bit")
-    for name in names:
-        for line in lines(name, workload, device):
-            good = good and line["ratio"] <= MOST and line["difference"] <= LARGEST_DIFFERENCE
-            package = {"flashinfer": "flashinfer-python", "humming": "humming-kernels"}[name]
-            line |= {
-                "device": stamp.device, "torch": stamp.torch, "version": machine.packages.get(package),
-                "commit": stamp.commit, "date": stamp.date(), "command": stamp.command,
-            }  # fmt: skip
-            append_line(args.file, json.dumps(line))
-            print(", ".join(f"{key} {line[key]}" for key in list(line)[1:10]), flush=True)
+    for line in lines(workload, device):
+        good = good and line["ratio"] <= MOST and line["difference"] <= LARGEST_DIFFERENCE
+        line |= {
+            "device": stamp.device, "torch": stamp.torch, "version": machine.packages.get("flashinfer-python"),
+            "commit": stamp.commit, "date": stamp.date(), "command": stamp.command,
+        }  # fmt: skip
+        append_line(args.file, json.dumps(line))
+        print(", ".join(f"{key} {line[key]}" for key in list(line)[1:10]), flush=True)
     print(
         "as predicted" if good else f"NOT as predicted: same results, and at most {MOST} times the direct call's time"
     )

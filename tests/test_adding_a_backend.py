@@ -104,7 +104,7 @@ def test_the_guide_leaves_checks_and_tests_green(tmp_path: Path) -> None:
             shutil.copy(file, tmp_path)
     (tmp_path / "src/polymoe/backends/dense.py").write_text(CODE, encoding="utf-8")
     table = tmp_path / "src/polymoe/backends/__init__.py"
-    text = table.read_text(encoding="utf-8").replace("Humming())\n", "Humming(), Dense())\n")
+    text = table.read_text(encoding="utf-8").replace("FlashInfer())\n", "FlashInfer(), Dense())\n")
     before = "from polymoe.backends.flashinfer import"
     table.write_text(text.replace(before, f"from polymoe.backends.dense import Dense\n{before}"), encoding="utf-8")
 

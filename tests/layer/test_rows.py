@@ -29,7 +29,7 @@ def selected(weights: object, machine: str = "cpu", backend: str = "auto", activ
 
 def pairs() -> list[tuple[str, str]]:
     """Each layout whose backends read rows, with each format that it holds."""
-    names = [name for name in LAYOUTS if not name.startswith(("flashinfer", "humming"))]
+    names = [name for name in LAYOUTS if not name.startswith("flashinfer")]
     return [
         (name, form)
         for form in FORMS
@@ -69,13 +69,13 @@ def test_scales_that_belong_to_all_experts_are_no_rows() -> None:
 @pytest.mark.parametrize(
     ("activations", "says"),
     [
-        ("16bit", ["backend: expects cuda or triton or torch or reference, got humming"]),
+        ("16bit", ["backend: expects cuda or triton or torch or reference, got flashinfer"]),
         ("nvfp4", ["activations: expects scales that belong to one expert, got nvfp4"]),
     ],
 )
 def test_what_rules_rows_out_before_experts_are_packed(activations: str, says: list[str]) -> None:
     weights = random_experts("nvfp4", hidden=256, intermediate=256)
     reasons = Reasons()
-    named = "humming" if activations == "16bit" else "reference"
-    need_rows(reasons, selected(weights, "h200", named, activations))
+    named = "flashinfer" if activations == "16bit" else "reference"
+    need_rows(reasons, selected(weights, "rtx5090", named, activations))
     assert [str(reason) for reason in reasons.found] == says

@@ -5,7 +5,6 @@ from __future__ import annotations
 from polymoe.backends.base import Backend
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.flashinfer import FlashInfer
-from polymoe.backends.humming import Humming
 from polymoe.backends.reference import Reference
 from polymoe.backends.torch_cpu import Torch
 from polymoe.backends.triton import Triton
@@ -13,7 +12,7 @@ from polymoe.common.plugins import PluginTable
 
 __all__ = ["BACKENDS", "Backend"]
 
-_OURS: tuple[Backend, ...] = (Reference(), Torch(), Triton(), Cuda(), FlashInfer(), Humming())
+_OURS: tuple[Backend, ...] = (Reference(), Torch(), Triton(), Cuda(), FlashInfer())
 
 BACKENDS: PluginTable[Backend] = PluginTable(_OURS, "backends")
 """Backends by name, in the order in which explanations list them; those of other packages come last. Checking one

@@ -134,7 +134,7 @@ def _packages() -> Facts:
 
         return f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
 
-    names = ("triton", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "safetensors", "huggingface-hub")
+    names = ("triton", "flashinfer-python", "flashinfer-cubin", "safetensors", "huggingface-hub")
     return {"torch": _fact(torch_version), **{name: _fact(lambda name=name: _version(name)) for name in names}}
 
 

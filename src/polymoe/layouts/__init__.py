@@ -8,7 +8,6 @@ from polymoe.layouts.cuda import W4A8Fragments, W4A16Fragments, W8A16Fragments, 
 from polymoe.layouts.dequantized import DequantizedMatrices
 from polymoe.layouts.flashinfer import FlashInferSM90
 from polymoe.layouts.flashinfer_blackwell import FlashInferSM12x, FlashInferTrtllm
-from polymoe.layouts.humming import HummingLayout
 from polymoe.layouts.natural import Natural
 
 __all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
@@ -19,7 +18,6 @@ _ALL: tuple[Layout, ...] = (
     FlashInferSM90("flashinfer_sm90"), FlashInferSM90("flashinfer_sm90_folded", folded=True),
     FlashInferTrtllm("flashinfer_trtllm_int4", "int4_g32"), FlashInferTrtllm("flashinfer_trtllm_mxfp4", "mxfp4"),
     FlashInferTrtllm("flashinfer_trtllm_nvfp4", "nvfp4"), FlashInferSM12x("flashinfer_sm12x_nvfp4", "nvfp4"),
-    HummingLayout(), HummingLayout("humming_a16_native", native=True),
 )  # fmt: skip
 
 LAYOUTS: PluginTable[Layout] = PluginTable(_ALL, "layouts")

@@ -148,13 +148,13 @@ def test_batch_invariance_is_promised_or_refused() -> None:
 
 def test_experts_that_move_between_ranks_need_tensors_with_rows() -> None:
     """Of a backend that may hold numbers of all experts, before they are packed."""
-    facts = facts_of("sums-deepseek-v3-fp8", ep=2)
+    facts = facts_of("sums-deepseek-v4-mxfp4", ep=2)
     request = replace(CPU, machine=Machine.of("h200"))
-    humming = replace(request, backend="humming")
-    assert isinstance(judge_layer(facts, humming, EngineSettings(activations="16bit")), LayerPlan)
-    verdict = judge_layer(replace(facts, balanced=True), humming, EngineSettings(activations="16bit"))
+    flashinfer = replace(request, backend="flashinfer")
+    assert isinstance(judge_layer(facts, flashinfer, EngineSettings(activations="16bit")), LayerPlan)
+    verdict = judge_layer(replace(facts, balanced=True), flashinfer, EngineSettings(activations="16bit"))
     assert isinstance(verdict, Rejected)
     assert [str(reason) for reason in verdict.reasons] == [
-        "load balancing of experts (EPLB), backend: expects cuda or triton or torch or reference, got humming"
+        "load balancing of experts (EPLB), backend: expects cuda or triton or torch or reference, got flashinfer"
     ]
     assert isinstance(judge_layer(replace(facts, balanced=True), request, EngineSettings()), LayerPlan)
