@@ -80,11 +80,6 @@ def test_serve_and_ask(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output("evaluate.py", capsys).startswith("40 questions, 100.0% right, 95 % interval 91.2% to 100.0%")
-
-
-@pytest.mark.slow
 def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells, one after the other, as a kernel runs them."""
     names: dict[str, object] = {"__name__": "__main__"}

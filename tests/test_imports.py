@@ -98,7 +98,7 @@ def test_no_circle_of_modules() -> None:
     ("folder", "others"),
     [
         ("kernels", set()),  # device code and its launchers
-        ("evaluate", {"errors", "common"}),  # asks any server, and loads no model
+        ("evaluate", {"errors", "common"}),  # reads lm-eval's files, and loads no model
         ("bench/serving", {"errors", "common", "bench"}),
     ],
 )

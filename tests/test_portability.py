@@ -12,14 +12,6 @@ import filelock  # noqa: F401  # before fcntl is taken away: on Windows it has a
 import pytest
 
 from polymoe.common import atomic
-from polymoe.errors import ArgumentError
-from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
-
-SETTINGS = Settings(data="d", data_sha256="0", model="m")
-ANSWER = AnswerRecord(
-    id="q", repeat=0, expected="1", answer="1", correct=True, text="1", finish_reason="stop", prompt_tokens=1,
-    completion_tokens=1, latency_us=1, ended_us=1,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -27,27 +19,6 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.delattr(os, "pread")
-
-
-@pytest.mark.usefixtures("windows")
-def test_records_in_use_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    with RecordFile(path, SETTINGS) as records:
-        records.append(ANSWER)
-        with pytest.raises(ArgumentError, match="one in use"):
-            RecordFile(path, SETTINGS)
-        assert read_records(path)[1] == [ANSWER]  # which others may read meanwhile
-    with RecordFile(path, SETTINGS) as records:
-        assert list(records.records) == [("q", 0)]
-
-
-@pytest.mark.usefixtures("windows")
-def test_a_refused_file_is_unlocked(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text("{}\n")
-    for _ in range(2):
-        with pytest.raises(ArgumentError, match="another file"):
-            RecordFile(path, SETTINGS)
 
 
 @pytest.mark.usefixtures("windows")

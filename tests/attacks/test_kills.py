@@ -1,4 +1,4 @@
-"""Writers of records, answers and tables that are killed at any moment, or that run on a full disk: no line is cut."""
+"""Writers of records and tables that are killed at any moment, or that run on a full disk: no line is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from polymoe.bench import records
-from polymoe.evaluate.records import read_records
 from polymoe.planning import table_files
 
 # Compiled modules would be cut by the limit too.
@@ -55,16 +54,6 @@ def write(attempt, number):
         device="d", torch="2", triton=None, commit="c", date=f"{number:09d}", command="x" * 5000)
     append(Path(sys.argv[1]), record)
 """
-ANSWER = """
-import functools, sys
-from pathlib import Path
-from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings
-@functools.cache
-def opened(attempt):
-    return RecordFile(Path(sys.argv[1]), Settings("d", "s", "m"))
-def write(attempt, number):
-    opened(attempt).append(AnswerRecord(f"{attempt}", number, "1", "1", True, "x" * 5000, "stop", 1, 1, 1, 1))
-"""
 TABLE = """
 import sys
 from pathlib import Path
@@ -96,14 +85,6 @@ def test_records_of_killed_writers_are_whole(tmp_path: Path) -> None:
         assert dates == list(range(len(dates)))
 
 
-def test_answers_of_killed_writers_are_whole(tmp_path: Path) -> None:
-    file, _ = wrote(tmp_path, ANSWER, KILLS)
-    _, found = read_records(file)
-    assert len({r.id for r in found}) == 40
-    for name in {r.id for r in found}:
-        assert [r.repeat for r in found if r.id == name] == list(range(sum(r.id == name for r in found)))
-
-
 @pytest.mark.slow
 def test_tables_of_killed_writers_are_whole(tmp_path: Path) -> None:
     file, _ = wrote(tmp_path, TABLE, KILLS)
@@ -114,9 +95,7 @@ def test_tables_of_killed_writers_are_whole(tmp_path: Path) -> None:
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-@pytest.mark.parametrize(
-    "write", [RECORD, ANSWER, pytest.param(TABLE, marks=pytest.mark.slow)], ids=["records", "answers", "table"]
-)
+@pytest.mark.parametrize("write", [RECORD, pytest.param(TABLE, marks=pytest.mark.slow)], ids=["records", "table"])
 def test_a_full_disk_leaves_whole_lines(write: str, tmp_path: Path) -> None:
     file, printed = wrote(tmp_path, write, FULL)
     assert printed == "File too large\n"

@@ -54,7 +54,6 @@ NEEDED: dict[str, list[str]] = {
     "bench slots": ["--trace", "no/such/trace"],
     "tune": ["--case", "gpt-oss-20b"],
     "doctor": [],
-    "eval run": [str(ROOT / "models" / "sums-heldout.jsonl")],
     "eval compare": ["a", "b"],
 }
 """Arguments that are valid."""
@@ -63,8 +62,8 @@ WRONG = {
     "--backend": "magic", "--backends": "magic", "--device": "warp", "--device-map": "magic", "--routing": "zipf:0",
     "--tokens": "1,0", "--batch-size": "1,x", "--experts": "all", "--measure": "all", "--implementations": ",",
     "--attention": "magic", "--prefill-attention": "magic",
-    "--concurrency": "0", "--input-len": "x",
-    "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
+    "--input-len": "x",
+    "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--server": "nonsense",
     "--api-key": "\u00e4", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
     "--record-routing": f"{README}/file",
@@ -73,7 +72,7 @@ WRONG = {
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
 
 FREE = {
-    "--commit", "--label", "--model", "--name", "--system",  # any text
+    "--commit", "--filter", "--label", "--metric", "--model", "--name", "--system",  # any text
     "--checkpoint", "--tokenizer",  # a checkpoint that is refused exits with 1, as the argument does
 }  # fmt: skip
 
@@ -124,8 +123,6 @@ def test_help(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("bench", "--case", "nonsense"), "bench kernels"),
         (("bench", "--tokens", "x", "--case", "gpt-oss-20b"), "--tokens"),
-        (("eval", "no/such/file.jsonl"), "no/such/file.jsonl"),
-        (("eval", "--repeats", "0"), "eval run"),
         (("bench", "decodee"), "decode"),
         (("bench",), "bench [OPTIONS] COMMAND"),
         (("eval",), "eval [OPTIONS] COMMAND"),

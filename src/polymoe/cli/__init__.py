@@ -47,10 +47,6 @@ class _Bench(Group):
     default = "kernels"
 
 
-class _Eval(Group):
-    default, takes_arguments = "run", True
-
-
 _bench = group(
     "bench",
     "Measure expert layers, whole models and servers.",
@@ -59,9 +55,7 @@ _bench = group(
 )
 _eval = group(
     "eval",
-    "Measure the accuracy of an OpenAI-compatible server.",
-    cls=_Eval,
-    epilog="polymoe eval FILE ... is short for polymoe eval run FILE ...",
+    "Compare accuracy. lm-eval asks a server and judges the answers.",
 )
 
 add(app, "explain", "Show whether a model fits a GPU, how fast, and on which kernels.", explain.command,
@@ -109,11 +103,9 @@ add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
 add(_bench, "slots", "Replay recorded routing: which experts would be on the GPU.", bench_slots.command,
     "polymoe bench slots --trace routing.safetensors --slots 8,16,25%",
     "polymoe bench slots --trace routing.safetensors --link 26 --json")  # fmt: skip
-add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
-    "polymoe eval run questions.jsonl --limit 100",
-    "polymoe eval run questions.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip
-add(_eval, "compare", "Compare two runs, with a 95 % interval.", eval.compare,
-    "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip
+add(_eval, "compare", "Compare two runs of lm-eval, with a 95 % interval.", eval.compare,
+    "polymoe eval compare packed dequantized",
+    "polymoe eval compare packed dequantized --filter strict-match --json")  # fmt: skip
 
 
 def _version(wanted: bool) -> None:

@@ -75,11 +75,9 @@ class Group(TyperGroup):
 
     Attributes:
         default: its name; None for a group without one.
-        takes_arguments: whether the default command has arguments, so that every unknown word is for it.
     """
 
     default: str | None = None
-    takes_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the default command where no command is named, and take a shell's name after the options of
@@ -91,7 +89,7 @@ class Group(TyperGroup):
             self.default is not None
             and first is not None
             and first not in (*self.commands, *ctx.help_option_names)
-            and (self.takes_arguments or first.startswith("-"))
+            and first.startswith("-")
         ):
             args = [self.default, *args]
         return super().parse_args(ctx, args)

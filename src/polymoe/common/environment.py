@@ -16,8 +16,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "POLYMOE": "polymoe in a serving engine: 1 (the default) runs the layers that it can run, 0 none, and require "
         "makes it an error to leave a layer to the engine",
         "POLYMOE_ACTIVATIONS": "activations of the experts in a serving engine (default: E4M3 for E4M3 weights)",
-        "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `eval` and `bench serve` "
-        "send (same as --api-key)",
+        "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `bench serve` sends (same "
+        "as --api-key)",
         "POLYMOE_BACKEND": "the backend in a serving engine (default: auto)",
         "POLYMOE_CACHE": "directory of polymoe's cache, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",

@@ -181,7 +181,7 @@ class ServerConnection:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        with packages_of("eval", "requests to a server"):
+        with packages_of("bench", "requests to a server"):
             import httpx
             from httpx_aiohttp import AiohttpTransport
 

@@ -1,4 +1,4 @@
-"""Statistics of the answers of one run, and of two runs compared.
+"""Statistics of two runs over the same questions.
 
 The statistics are those of E. Miller, "Adding Error Bars to Evals: A Statistical Approach to Language Model
 Evaluations", 2024 (https://arxiv.org/abs/2411.00640): questions are a sample of all possible questions, answers to one
@@ -9,55 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from polymoe.errors import ArgumentError
-from polymoe.evaluate.records import AnswerRecord
 
-__all__ = ["Difference", "Score", "compare", "score", "unseen_share", "wilson"]
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The result of a run. Shares are from 0 to 1; None means undefined, such as the deviation of a single repeat.
-
-    Attributes:
-        questions, answers: their numbers; every question may have been asked several times.
-        repeats: how often all questions were asked.
-        correct, invalid, cut_off: responses that are right, contain no answer, or ended at their token limit.
-        pass_at_1: mean over questions of the share of right answers to each.
-        low, high: the 95 % interval of ``pass_at_1``: Wilson's, which stays between 0 and 1 and has a width at both
-            ends, with the number of independent answers that the standard error stands for, or of questions.
-        standard_error: of ``pass_at_1``, with the Q questions as a sample: sqrt(sum (p_q - pass_at_1)^2 / (Q (Q - 1))),
-            where p_q is the share of right answers to question q.
-        repeat_std: standard deviation (n - 1) of the repeats' shares of right answers.
-        repeat_standard_error: ``repeat_std`` / sqrt(repeats): of ``pass_at_1`` on just these questions.
-        latency_p50_us, latency_p90_us, latency_p99_us: percentiles over answers.
-        output_tokens: in all.
-        output_tokens_per_s: over the time in which at least one request was running.
-    """
-
-    questions: int
-    answers: int
-    repeats: int
-    correct: int
-    invalid: int
-    cut_off: int
-    pass_at_1: float
-    low: float
-    high: float
-    standard_error: float | None
-    repeat_std: float | None
-    repeat_standard_error: float | None
-    latency_p50_us: int
-    latency_p90_us: int
-    latency_p99_us: int
-    output_tokens: int | None
-    output_tokens_per_s: float | None
+__all__ = ["Difference", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +23,19 @@ class Difference:
 
     Attributes:
         questions: how many.
-        a, b: ``pass_at_1`` of each on them.
+        a, b: mean over them of the mean of each question's answers.
+        a_error, b_error: standard error of each, with the questions as a sample; None for a single question.
         difference: a - b.
         standard_error: of the difference; None for a single question.
         low, high: the 95 % interval.
-        better, worse: questions on which A's share of right answers is higher, and lower.
+        better, worse: questions on which A's mean is higher, and lower.
     """
 
     questions: int
     a: float
     b: float
+    a_error: float | None
+    b_error: float | None
     difference: float
     standard_error: float | None
     low: float | None
@@ -84,51 +44,14 @@ class Difference:
     worse: int
 
 
-def score(records: Sequence[AnswerRecord]) -> Score:
-    """Compute the result of a run.
-
-    Raises:
-        ArgumentError: if there are none.
-    """
-    if not records:
-        raise ArgumentError("score", expected="answers", got="none")
-    shares = _shares(records)
-    by_repeat: dict[int, list[bool]] = defaultdict(list)
-    for record in records:
-        by_repeat[record.repeat].append(record.correct)
-    whole = [statistics.fmean(right) for right in by_repeat.values() if len(right) == len(shares)]
-    deviation = statistics.stdev(whole) if len(whole) > 1 else None
-    p50, p90, p99 = np.percentile([record.latency_us for record in records], (50, 90, 99))
-    tokens = [record.completion_tokens for record in records]
-    output = None if None in tokens else sum(n for n in tokens if n is not None)
-    seconds = _busy_us(records) / 1e6
-    mean, error = statistics.fmean(shares.values()), _standard_error(list(shares.values()))
-    low, high = wilson(mean, mean * (1 - mean) / error**2 if error and 0 < mean < 1 else len(shares))
-    return Score(
-        questions=len(shares),
-        answers=len(records),
-        repeats=len(whole),
-        correct=sum(record.correct for record in records),
-        invalid=sum(record.answer is None for record in records),
-        cut_off=sum(record.finish_reason == "length" for record in records),
-        pass_at_1=mean,
-        low=low,
-        high=high,
-        standard_error=error,
-        repeat_std=deviation,
-        repeat_standard_error=None if deviation is None else deviation / math.sqrt(len(whole)),
-        latency_p50_us=round(p50),
-        latency_p90_us=round(p90),
-        latency_p99_us=round(p99),
-        output_tokens=output,
-        output_tokens_per_s=output / seconds if output is not None and seconds > 0 else None,
-    )
-
-
-def compare(a: Iterable[AnswerRecord], b: Iterable[AnswerRecord]) -> Difference:
+def compare(a: Mapping[str, Sequence[float]], b: Mapping[str, Sequence[float]]) -> Difference:
     """Compute the difference of two runs with its 95 % interval, paired by question.
 
-    With d_q the difference of the two shares of right answers to question q, of Q::
+    Args:
+        a, b: values of the answers of each run, from 0 to 1, by question; several where a question was asked several
+            times, of which the mean counts.
+
+    With d_q the difference of the two means of question q, of Q::
 
         difference = mean(d_q)
         standard error = sqrt(sum (d_q - difference)^2 / (Q (Q - 1)))
@@ -146,11 +69,11 @@ def compare(a: Iterable[AnswerRecord], b: Iterable[AnswerRecord]) -> Difference:
     Raises:
         ArgumentError: if the runs have no question in common.
     """
-    shares_a, shares_b = _shares(a), _shares(b)
-    common = [question for question in shares_a if question in shares_b]
+    common = [question for question in a if question in b]
     if not common:
         raise ArgumentError("compare", expected="two runs over the same questions", got="no question in common")
-    differences = [shares_a[question] - shares_b[question] for question in common]
+    means_a, means_b = ([statistics.fmean(run[question]) for question in common] for run in (a, b))
+    differences = [mean_a - mean_b for mean_a, mean_b in zip(means_a, means_b, strict=True)]
     difference = statistics.fmean(differences)
     error = _standard_error(differences)
     low = high = None
@@ -158,12 +81,14 @@ def compare(a: Iterable[AnswerRecord], b: Iterable[AnswerRecord]) -> Difference:
         reach = _t_975(len(common) - 1) * error
         low, high = difference - reach, difference + reach
     elif error is not None:
-        share = unseen_share(len(common))
+        share = 1 - 0.05 ** (1 / len(common))  # about 3 / Q, the rule of three
         low, high = difference - share * (difference + 1), difference + share * (1 - difference)
     return Difference(
         questions=len(common),
-        a=statistics.fmean(shares_a[question] for question in common),
-        b=statistics.fmean(shares_b[question] for question in common),
+        a=statistics.fmean(means_a),
+        b=statistics.fmean(means_b),
+        a_error=_standard_error(means_a),
+        b_error=_standard_error(means_b),
         difference=difference,
         standard_error=error,
         low=low,
@@ -173,39 +98,8 @@ def compare(a: Iterable[AnswerRecord], b: Iterable[AnswerRecord]) -> Difference:
     )
 
 
-def _shares(records: Iterable[AnswerRecord]) -> Mapping[str, float]:
-    """Return the share of right answers to each question."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    for record in records:
-        right[record.id].append(record.correct)
-    return {question: statistics.fmean(answers) for question, answers in right.items()}
-
-
 def _standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def wilson(share: float, answers: float) -> tuple[float, float]:
-    """The 95 % interval of a share of independent answers, from 0 to 1.
-
-    Formula: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
-
-    Args:
-        share: that was seen.
-        answers: their number.
-    """
-    z = 1.959964
-    center = share + z * z / (2 * answers)
-    reach = z * math.sqrt(share * (1 - share) / answers + (z / (2 * answers)) ** 2)
-    whole = 1 + z * z / answers
-    # At 0 and 1 one bound is the share itself, but for rounding.
-    return min(share, max(0.0, (center - reach) / whole)), max(share, min(1.0, (center + reach) / whole))
-
-
-def unseen_share(questions: int) -> float:
-    """Return the largest share of all possible questions that may differ from ``questions`` that are all alike, at
-    95 %: a larger share would have shown itself with a probability of 0.95. About 3 / Q (the rule of three)."""
-    return 1 - 0.05 ** (1 / questions)
 
 
 def _t_975(freedom: int) -> float:
@@ -230,12 +124,3 @@ def _within(t: float, freedom: int) -> float:
         term *= squared * (k - 1) / k
         total += term
     return 2 * (angle + sine * total) / math.pi if odd else sine * total
-
-
-def _busy_us(records: Iterable[AnswerRecord]) -> int:
-    """Return the time in which at least one request was running, also for a run that was interrupted and continued."""
-    busy, until = 0, 0
-    for start, end in sorted((record.ended_us - record.latency_us, record.ended_us) for record in records):
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
-    return busy
