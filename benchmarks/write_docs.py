@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from polymoe.bench.plot import plot, write_png
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
+from polymoe.bench.serving.measures import Percentiles
 from polymoe.common.atomic import replace_file
 from polymoe.common.backend_names import current_name
 from polymoe.common.install_command import install_command
@@ -354,10 +355,29 @@ def serve(path: Path) -> str:
     """docs/serving.md's tables: the newest records of each pair of input and output lengths."""
     if not path.exists():
         return ""
-    tables: dict[tuple[object, ...], list[serving.ServingRecord]] = {}
-    for r in serving.newest(serving.read(path)):
-        tables.setdefault(r.series, []).append(r)
-    return "\n".join(report.markdown(sorted(rows, key=lambda r: r.batch_size)) for rows in tables.values())
+    newest: dict[tuple[object, ...], dict[int, serving.ServingRecord]] = {}
+    for r in sorted(read_lines(path, _serving_record, "a record of bench serve"), key=lambda r: r.date):
+        newest.setdefault((r.label, r.model, r.device, r.input_len, r.output_len), {})[r.batch_size] = r
+    return "\n".join(_serving_table([rows[size] for size in sorted(rows)]) for rows in newest.values())
+
+
+def _serving_record(values: dict[str, Any]) -> serving.ServingRecord:
+    """A record, without fields that older ones have beside these."""
+    given = {field.name: values[field.name] for field in fields(serving.ServingRecord)}
+    times = {name: Percentiles(**given[name]) for name in ("latency_us", "ttft_us", "itl_us") if given[name]}
+    return serving.ServingRecord(**{**given, **times})
+
+
+def _serving_table(rows: Sequence[serving.ServingRecord]) -> str:
+    found = report.columns(rows)
+    lines = [f"**{report.title(rows[0])}**", "", "| " + " | ".join(heading for heading, _ in found) + " |"]
+    lines.append("|" + " ---: |" * len(found))
+    lines += ["| " + " | ".join(row) + " |" for row in zip(*(cells for _, cells in found), strict=True)]
+    if notes := report.remarks(rows):
+        lines += ["", *(f"- {note}" for note in notes)]
+    for command, r in {r.command: r for r in rows}.items():
+        lines += ["", f"`{command}`, polymoe {r.commit}, {r.date}"]
+    return "\n".join([*lines, ""])
 
 
 def attacks(path: Path) -> str:

@@ -11,16 +11,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from polymoe.bench.serving.client import Client
-from polymoe.common.openai_client import Server
+from polymoe.bench.serving.client import Client, Server
 
 
-def client_of(
-    url: str, *, timeout_s: float = 600.0, request_timeout_s: float = 3600.0, api_key: str = "none", **more: Any
-) -> Client:
+def client_of(url: str, *, timeout_s: float = 600.0, api_key: str = "none", **more: Any) -> Client:
     """A client as ``bench serve`` makes it from its options."""
-    server = Server(url=url, api_key=api_key, timeout_s=request_timeout_s, silence_s=timeout_s, retries=0)
-    return Client(server, **more)
+    return Client(Server(url=url, api_key=api_key, timeout_s=timeout_s), **more)
 
 
 @dataclass

@@ -98,8 +98,7 @@ add(_bench, "decode", "Time whole models in Transformers, packed and dequantized
     "polymoe bench decode demo --batch-size 1,16")  # fmt: skip
 add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
-    "polymoe bench serve --server http://127.0.0.1:8000 --batch-size 1,8,64 --out serve.jsonl",
-    cls=bench_serve.ListCommand)  # fmt: skip
+    "polymoe bench serve --server http://127.0.0.1:8000 --batch-size 1,8,64 --out serve.jsonl")  # fmt: skip
 add(_bench, "slots", "Replay recorded routing: which experts would be on the GPU.", bench_slots.command,
     "polymoe bench slots --trace routing.safetensors --slots 8,16,25%",
     "polymoe bench slots --trace routing.safetensors --link 26 --json")  # fmt: skip

@@ -6,50 +6,23 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from polymoe.cli.commands import Command
-from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, numbers, option
-from polymoe.cli.output import command_line, print_json, print_table, say
+from polymoe.cli.options import RecordOutput, ServerAccess, json_object, numbers, option
+from polymoe.cli.output import cells, command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
-from polymoe.common.openai_client import Server
-from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.errors import ArgumentError, MissingDependency, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.serving.prompts import Tokenizer
+    from polymoe.bench.serving.client import Server
     from polymoe.bench.serving.record import Load, ServingRecord
 
-__all__ = ["ListCommand", "command"]
-
-_LISTS = ("--batch-size", "--input-len", "--output-len", "--gpu-ids")
-
-
-class ListCommand(Command):
-    """A command whose numeric options accept several values: ``--batch-size 1 4 8`` or ``--batch-size 1,4,8``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Join the numbers after such an option to one value."""
-        joined: list[str] = []
-        values: list[str] | None = None
-        for arg in args:
-            name, given, value = arg.partition("=")
-            if name in _LISTS:
-                values = [value] if given else []
-                joined += [name, *values]
-            elif values is not None and (arg[:1].isdecimal() or not (values or arg.startswith("--"))):
-                joined[len(joined) - bool(values) :] = [",".join([*values, arg])]
-                values.append(arg)
-            else:
-                values = None
-                joined.append(arg)
-        return super().parse_args(ctx, joined)
-
+__all__ = ["command"]
 
 _counts = numbers(1, 10**9)
 
@@ -73,14 +46,10 @@ class _Access(ServerAccess):
     """Server."""
 
     chat: bool = option(False, "Use /v1/chat/completions instead of /v1/completions.", "--chat")
-    tokenizer: str | None = option(
-        None, "The model's tokenizer, a directory or Hub id, to count tokens. Default: the server counts."
-    )
     extra: dict[str, Any] | None = option(
         None, "Further fields of each request, as a JSON object.", "--extra-body", parse=json_object
     )
     timeout_s: float = option(600.0, "Longest silence of the server, in seconds.", "--timeout", min=1)
-    request_timeout_s: float = option(3600.0, "Longest duration of a request, in seconds.", "--request-timeout", min=1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +68,6 @@ class _Output(RecordOutput):
     """Output."""
 
     label: str | None = option(None, "The server's name in tables. Default: its own name.")
-    markdown: Path | None = option(None, "Write the table to this file.", "--markdown", parse=file_to_write)
 
 
 def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
@@ -109,17 +77,14 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
     Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
     from polymoe.bench.records import append, check_writable
+    from polymoe.bench.serving.client import Server
     from polymoe.bench.serving.run import rows
 
     # Errors that would appear after minutes of measuring are found here.
-    server = Server(
-        url=access.server, api_key=access.api_key or "none", timeout_s=access.request_timeout_s,
-        silence_s=access.timeout_s, retries=0,
-    )  # fmt: skip
+    server = Server(url=access.server, api_key=access.api_key or "none", timeout_s=access.timeout_s)
     planned = rows(load.batch_size, load.input_len, load.output_len)
     if output.out is not None:
         check_writable(output.out)
-    counter = _counter(access)
     meter = _meter(gpus.gpu_ids, gpus.gpus, server.host)
     found: list[ServingRecord] = []
 
@@ -131,20 +96,11 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
 
     try:
         with Progress("bench serve", len(planned)) as progress:
-            asyncio.run(_measure(server, access, planned, keep, progress.update, load, gpus, output, counter, meter))
+            asyncio.run(_measure(server, access, planned, keep, progress.update, load, gpus, output, meter))
     finally:  # after an interruption too, print finished rows
         _report(found, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
-
-
-def _counter(access: _Access) -> Tokenizer | None:
-    if access.tokenizer is None:
-        return None
-    from polymoe.bench.serving.prompts import Tokenizer
-    from polymoe.engines.transformers import load_tokenizer
-
-    return Tokenizer(load_tokenizer(access.tokenizer), chat=access.chat)
 
 
 async def _measure(
@@ -156,7 +112,6 @@ async def _measure(
     load: _Load,
     gpus: _Gpus,
     output: _Output,
-    counter: Tokenizer | None,
     meter: EnergyMeter | None,
 ) -> None:
     """Measure every row."""
@@ -168,29 +123,17 @@ async def _measure(
 
     async with Client(server, model=access.model, chat=access.chat, extra=access.extra) as client:
         await client.settle()
-        if client.refused_fields:
-            say(f"the server refuses {', '.join(client.refused_fields)}: left out")
-
-        async def count(text: str) -> int:
-            return await client.count(text) if counter is None else counter.count_prompt(text)
-
+        if not client.ignores_eos:
+            say("the server refuses ignore_eos: answers may end early")
         seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
-        prompts = Prompts(count, seed=seed, shared=load.shared_prefix)
+        prompts = Prompts(client.count, seed=seed, shared=load.shared_prefix)
         await prompts.calibrate()
         origin = Origin(
-            label=output.label or client.model.owner or server.host, server=server.root, model=client.model.name,
-            engine=client.model.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
-            commit=output.commit or source(), command=command_line(),
+            label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
+            model=client.model, engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus,
+            seed=seed, commit=output.commit or source(), command=command_line(),
         )  # fmt: skip
-        bench = ServingBench(
-            client=client,
-            prompts=prompts,
-            origin=origin,
-            tokenizer=counter,
-            meter=meter,
-            warm=load.warmup,
-            say=progress,
-        )
+        bench = ServingBench(client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress)
         await bench.run(planned, keep)
 
 
@@ -200,11 +143,11 @@ def _report(found: list[ServingRecord], output: _Output) -> None:
     if output.json and found:
         print_json([record.to_dict() for record in found])
     elif found:
-        print_table(report.table(found))
+        shown = report.columns(found)
+        rows = zip(*(column for _, column in shown), strict=True)
+        print_table(cells([heading for heading, _ in shown], rows, report.title(found[0])))
     for line in report.remarks(found):
-        say(line)
-    if output.markdown is not None and found:
-        report.write_markdown(output.markdown, found)
+        say(printable(line))
 
 
 def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 pytest.importorskip("httpx_aiohttp")
 
+from polymoe.bench.serving import client
 from polymoe.bench.serving.client import NO_TOKEN, Client, TimedAnswer
-from polymoe.common.openai_client import read_completion
 from polymoe.errors import ServerError
 from support.standin import Standin, client_of
 
@@ -43,26 +42,24 @@ def test_tokens_come_when_they_come(chat: bool) -> None:
     with Standin(first_s=0.15, gap_s=0.03).running() as standin:
         answer = ask(standin, chat=chat)
     assert answer.error is None
-    assert answer.streamed
     assert (answer.prompt_tokens, answer.completion_tokens, answer.finish_reason) == (4, 12, "length")
-    assert answer.text == " word" * 12
     assert len(answer.chunks) == 12
     assert 0.15 <= answer.chunks[0] - answer.sent < 0.4
     assert 11 * 0.03 - 0.1 <= answer.chunks[-1] - answer.chunks[0] < 11 * 0.03 + 0.3
     assert answer.chunks[-1] <= answer.ended < answer.chunks[-1] + 0.3
 
 
-def test_a_server_that_does_not_stream() -> None:
-    with Standin(streams=False, cached_tokens=3).running() as standin:
-        answer = ask(standin)
-    assert (answer.error, answer.streamed, len(answer.chunks)) == (None, False, 1)
-    assert (answer.completion_tokens, answer.cached_tokens, answer.text) == (12, 3, " word" * 12)
+def test_a_server_without_streams_or_usage() -> None:
+    with Standin(streams=False).running() as standin, pytest.raises(ServerError, match="text/event-stream"):
+        ask(standin)
+    with Standin(usage=False).running() as standin, pytest.raises(ServerError, match="no usage in the stream"):
+        ask(standin)
 
 
-def test_a_stream_without_usage_or_done() -> None:
-    with Standin(usage=False, done=False).running() as standin:
+def test_a_stream_may_lack_its_last_event() -> None:
+    with Standin(done=False, cached_tokens=3).running() as standin:
         answer = ask(standin)
-    assert (answer.error, answer.prompt_tokens, answer.completion_tokens) == (None, None, None)
+    assert (answer.error, answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (None, 4, 12, 3)
     assert len(answer.chunks) == 12
 
 
@@ -114,7 +111,7 @@ async def _impatient(standin: Standin) -> TimedAnswer:
 
 def test_names_the_model_and_sends_what_every_server_knows() -> None:
     with Standin(owner="vllm").running() as standin:
-        assert settled(standin, lambda c: (c.model.name, c.model.owner, c.refused_fields)) == ("words", "vllm", ())
+        assert settled(standin, lambda c: (c.model, c.owner, c.ignores_eos)) == ("words", "vllm", True)
         ask(standin, extra={"top_k": 5})
     assert standin.asked[-1] == {
         "model": "words", "prompt": "one two three", "max_tokens": 12, "stream": True, "temperature": 0,
@@ -122,19 +119,13 @@ def test_names_the_model_and_sends_what_every_server_knows() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("refuses", "left_out"),
-    [
-        (("ignore_eos",), ("ignore_eos",)),
-        (("stream_options", "ignore_eos"), ("stream_options", "ignore_eos")),
-        (("temperature",), ("temperature", "stream_options", "ignore_eos")),
-    ],
-)
-def test_fields_that_a_server_refuses_are_left_out(refuses: tuple[str, ...], left_out: tuple[str, ...]) -> None:
-    with Standin(refuses=refuses).running() as standin:
-        assert settled(standin, lambda c: c.refused_fields) == left_out
+def test_a_server_that_refuses_ignore_eos() -> None:
+    with Standin(refuses=("ignore_eos",)).running() as standin:
+        assert settled(standin, lambda c: c.ignores_eos) is False
         assert ask(standin).error is None
-    assert not set(left_out) & standin.asked[-1].keys()
+        assert "ignore_eos" not in standin.asked[-1]
+    with Standin(refuses=("stream_options",)).running() as standin, pytest.raises(ServerError, match="HTTP 422: Unexp"):
+        settled(standin)
 
 
 def test_the_key_is_sent_and_its_lack_is_said() -> None:
@@ -165,12 +156,9 @@ def test_counts_prompts_by_asking() -> None:
 
     with Standin(added=5).running() as standin:
         assert asyncio.run(count()) == asyncio.run(count(chat=True)) == 8
-    assert (standin.asked[-1]["max_tokens"], standin.asked[-1]["stream"]) == (1, False)
-    assert "stream_options" not in standin.asked[-1]  # refused by some where there is no stream
-    with Standin(usage=False).running() as standin, pytest.raises(ServerError, match="name the model's tokenizer"):
-        asyncio.run(count())
+    assert standin.asked[-1]["max_tokens"] == 1
     with Standin(context=7, added=3).running() as standin:
-        assert settled(standin, lambda c: c.model.name) == "words"
+        assert settled(standin, lambda c: c.model) == "words"
         standin.added = 6
         with pytest.raises(ServerError, match="the context holds 7 tokens"):
             asyncio.run(count())
@@ -180,20 +168,43 @@ def test_counts_prompts_by_asking() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "text", "generated"),
+    ("event", "generated"),
     [
-        ({"choices": [{"text": " a"}]}, " a", True),
-        ({"choices": [{"text": ""}]}, "", True),  # half a character
-        ({"choices": [{"text": "", "finish_reason": "stop"}]}, "", False),
-        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, "", False),
-        ({"choices": [{"delta": {"content": "a"}}]}, "a", True),
-        ({"choices": [{"delta": {"reasoning_content": "hm", "reasoning": "hm"}}]}, "hm", True),
-        ({"choices": [{"delta": {"tool_calls": [{"function": {"arguments": '{"x":'}}]}}]}, '{"x":', True),
-        ({"choices": [{"delta": {}, "finish_reason": "stop"}]}, "", False),
-        ({"choices": [], "usage": {"prompt_tokens": 3}}, "", False),
-        ({"choices": [{"message": {"content": "all"}, "finish_reason": "stop"}]}, "all", True),
+        ({"choices": [{"text": " a"}]}, True),
+        ({"choices": [{"text": ""}]}, True),  # half a character
+        ({"choices": [{"text": "", "finish_reason": "stop"}]}, False),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, False),
+        ({"choices": [{"delta": {"content": "a"}}]}, True),
+        ({"choices": [{"delta": {"reasoning_content": "hm"}}]}, True),
+        ({"choices": [{"delta": {"reasoning": "hm"}}]}, True),
+        ({"choices": [{"delta": {"tool_calls": [{"function": {"arguments": '{"x":'}}]}}]}, True),
+        ({"choices": [{"delta": {}, "finish_reason": "stop"}]}, False),
+        ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}, False),
     ],
 )
-def test_what_events_stand_for_a_token(event: dict[str, Any], text: str, generated: bool) -> None:
-    piece = read_completion(json.dumps(event))
-    assert (piece.text + piece.reasoning, piece.generated, piece.error) == (text, generated, None)
+def test_what_events_stand_for_a_token(event: dict[str, Any], generated: bool) -> None:
+    answer = TimedAnswer(sent=0.0)
+    answer.take(event, 1.0)
+    assert (answer.chunks, answer.error) == ([1.0] * generated, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('{"error": {"message": "m", "code": 1}}', "m"),
+        ('{"error": "m"}', "m"),
+        ('{"detail": {"error": {"message": "m"}}}', "m"),
+        ('{"object": "error", "message": "m"}', "m"),
+        ("<html>m</html>", "<html>m</html>"),
+        ("m" * 9999, "m" * 500),
+        ('{"error":' * 9000, ('{"error":' * 56)[:500]),
+    ],
+)
+def test_errors_in_all_their_forms(body: str, says: str) -> None:
+    assert client._reason(500, body) == f"HTTP 500: {says}"
+
+
+@pytest.mark.parametrize("event", [[], {"choices": [3]}, {"usage": {"completion_tokens": 1}}])
+def test_events_of_another_form_are_invalid(event: Any) -> None:
+    with pytest.raises((AttributeError, KeyError, TypeError)):
+        TimedAnswer(sent=0.0).take(event, 1.0)

@@ -6,11 +6,9 @@ import pytest
 
 from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.measures import (
-    Counted,
     Percentiles,
     at_once,
     cost_per_million,
-    count_tokens,
     decode_rate,
     first_tokens_us,
     gaps_us,
@@ -19,11 +17,11 @@ from polymoe.bench.serving.measures import (
 )
 
 
-def steady(sent: float, first: float, gap: float, tokens: int, *, bundle: int = 1, streamed: bool = True) -> Counted:
+def steady(sent: float, first: float, gap: float, tokens: int, *, bundle: int = 1) -> TimedAnswer:
     """``tokens`` tokens, ``bundle`` in each piece, ``gap`` seconds a token."""
     chunks = [first + gap * i for i in range(0, tokens, bundle)]
-    answer = TimedAnswer(sent=sent, ended=first + gap * (tokens - 1), chunks=chunks, streamed=streamed)
-    return Counted(answer, 100, tokens, "usage")
+    ended = first + gap * (tokens - 1)
+    return TimedAnswer(sent=sent, ended=ended, chunks=chunks, prompt_tokens=100, completion_tokens=tokens)
 
 
 def test_a_batch_in_step() -> None:
@@ -67,20 +65,6 @@ def test_the_mean_is_over_tokens_not_over_answers() -> None:
 def test_answers_of_one_token_have_no_rate_of_decoding() -> None:
     single = [steady(0.0, 1.0, 0.1, 1), steady(0.0, 1.2, 0.1, 1)]
     assert (time_per_token_us(single), decode_rate(single), at_once(single), gaps_us(single)) == (None, None, None, [])
-
-
-def test_an_answer_that_did_not_stream_has_no_first_token() -> None:
-    whole = Counted(TimedAnswer(sent=0.0, ended=2.0, chunks=[2.0]), 100, 11, "usage")
-    assert (first_tokens_us([whole]), time_per_token_us([whole]), at_once([whole])) == ([], None, None)
-    assert latencies_us([whole]) == [2e6]
-
-
-def test_who_counts() -> None:
-    answer = TimedAnswer(sent=0.0, chunks=[1.0, 2.0], text="a b c")
-    assert count_tokens(answer, 64, None) == Counted(answer, 64, 2, "chunks")
-    assert count_tokens(answer, 64, lambda text: len(text.split())) == Counted(answer, 64, 3, "tokenizer")
-    answer.completion_tokens, answer.prompt_tokens = 5, 63
-    assert count_tokens(answer, 64, lambda text: 3) == Counted(answer, 63, 5, "usage")
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:

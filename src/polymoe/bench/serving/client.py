@@ -1,6 +1,8 @@
 """One streamed request to a server, with the times at which its pieces arrive.
 
-A request that fails does not raise: refused, broken or silent, it is a :class:`TimedAnswer` with an error.
+Requests are httpx's, events httpx-sse's; aiohttp carries them, because httpx's own transport needs three times its
+processor time, which is missing where hundreds of streams are timed. A request that fails does not raise: refused,
+broken or silent, it is a :class:`TimedAnswer` with an error.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -9,62 +11,61 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
 
-from polymoe.common.openai_client import (
-    MAX_BYTES,
-    Completion,
-    Model,
-    Reply,
-    Server,
-    ServerConnection,
-    one_line,
-    read_completion,
-    token_count,
-)
-from polymoe.errors import ServerError
+from polymoe.common.install_command import packages_of
+from polymoe.common.json_input import parse_json
+from polymoe.errors import ArgumentError, ServerError, nearest
 
-if TYPE_CHECKING:
-    import httpx
-
-__all__ = ["NO_TOKEN", "Client", "Request", "TimedAnswer"]
+__all__ = ["NO_TOKEN", "Client", "Server", "TimedAnswer"]
 
 NO_TOKEN = "an answer without a token"
-"""The error of an answer that has neither text nor a count of tokens."""
-
-_OPTIONAL: Mapping[str, Any] = {
-    "temperature": 0,
-    "stream_options": {"include_usage": True},
-    "ignore_eos": True,  # of vLLM and SGLang: generate all requested tokens
-}
-_TRIES: Sequence[Sequence[str]] = (
-    ("temperature", "stream_options", "ignore_eos"),
-    ("temperature", "stream_options"),
-    ("temperature",),
-    (),
-)
-"""Optional fields, in the order in which they are dropped for a server that refuses them."""
-
-_PROBE_PROMPT = "1 2 3 4"
-_MESSAGE_BYTES = 4096  # of a refusal
-_ADDED_TOKENS = 2**16  # most tokens that a server's template may add to a prompt
-_BYTES_A_TOKEN, _EVENTS_A_TOKEN = 2**14, 4
-"""Limits of a stream, beside a constant: far above any that carries tokens."""
+_NO_USAGE = "no usage in the stream, although stream_options.include_usage was sent"
+_IDLE_S = 2.0  # below the limit of servers (5 s in uvicorn), since the side that closes second sees a broken connection
+_HINTS = {401: "--api-key", 403: "--api-key", 404: "--model, or --chat for a server without /v1/completions"}
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request, created before timing starts: its body, and the most tokens that its answer may have."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server.
 
-    body: bytes
-    tokens: int
+    Attributes:
+        url: its address; without a path, ``/v1`` is added.
+        api_key: the bearer token.
+        timeout_s: its longest silence, in seconds.
+
+    Raises:
+        ArgumentError: for an address or a key that no request can have.
+    """
+
+    url: str
+    api_key: str = field(default="none", repr=False)
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ArgumentError("server", expected="a URL such as http://127.0.0.1:8000", got=repr(self.url))
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ArgumentError("api_key", expected="printable ASCII characters", got="others")
 
     @property
-    def prompt_tokens(self) -> int:
-        """The most tokens that its prompt may have: each token is at least one byte of the body."""
-        return len(self.body) + _ADDED_TOKENS
+    def base_url(self) -> str:
+        """The address to which paths such as ``/chat/completions`` are added."""
+        return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")
+
+    @property
+    def host(self) -> str:
+        """Its name or address, without port."""
+        return urlsplit(self.url).hostname or ""
 
 
 @dataclass(slots=True)
@@ -73,12 +74,10 @@ class TimedAnswer:
 
     Attributes:
         sent: when the request was sent.
-        chunks: arrival time of each piece of a stream, or of the whole response without streaming.
-        streamed: whether it was streamed.
+        chunks: arrival time of each piece of the stream that has a token.
         ended: when the answer was complete or had failed.
-        text: the whole text, with reasoning and calls of tools.
-        prompt_tokens, completion_tokens, cached_tokens: as counted by the server, or None.
-        wrong_counts: why the server's counts cannot be true and are not taken, or None.
+        prompt_tokens, completion_tokens: as counted by the server.
+        cached_tokens: of the prompt, in the server's prefix cache; None if it does not say.
         finish_reason: from the server.
         status: HTTP status; 0 if there was none.
         error: why the answer is not complete, or None.
@@ -87,12 +86,9 @@ class TimedAnswer:
     sent: float
     ended: float = 0.0
     chunks: list[float] = field(default_factory=list)
-    streamed: bool = False
-    text: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int | None = None
-    wrong_counts: str | None = None
     finish_reason: str | None = None
     status: int = 0
     error: str | None = None
@@ -102,168 +98,174 @@ class TimedAnswer:
         """Whether the server refused it for lack of room: HTTP 429."""
         return self.status == 429
 
-    def take(self, piece: Completion, now: float) -> None:
-        """Add what arrived at ``now``."""
-        if piece.error is not None:
-            self.error = piece.error
+    def take(self, event: Any, now: float) -> None:
+        """Add an event that arrived at ``now``.
+
+        Raises:
+            AttributeError, KeyError, TypeError: if it is none of the API.
+        """
+        if event.get("error"):
+            self.error = _message(event)
             return
-        if piece.generated:
+        choices = event.get("choices") or ()
+        if any(map(_has_token, choices)):
             self.chunks.append(now)
-            self.text += piece.text + piece.reasoning
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        details = piece.usage.get("prompt_tokens_details")
-        try:
-            for name in ("prompt_tokens", "completion_tokens"):
-                found = token_count(piece.usage, name)
-                setattr(self, name, getattr(self, name) if found is None else found)
-            if isinstance(details, dict):
-                self.cached_tokens = token_count(details, "cached_tokens")
-        except ValueError as error:
-            self.wrong_counts = str(error)
+        for choice in choices:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if usage := event.get("usage"):
+            self.prompt_tokens, self.completion_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
-    def finish(self, request: Request) -> None:
-        """Check a complete answer: drop counts that cannot be true, and see whether it has a token at all."""
+    def finish(self) -> None:
+        """Note the end, and whether a complete answer has a token and its counts."""
         self.ended = time.perf_counter()
-        wrong = self.wrong_counts or "; ".join(self._doubts(request))
-        if wrong:
-            self.wrong_counts, self.prompt_tokens, self.completion_tokens, self.cached_tokens = wrong, None, None, None
-        if self.error is None and not self.chunks:
-            if self.completion_tokens:
-                self.chunks.append(self.ended)  # tokens without text, such as an end token
-            else:
-                self.error = NO_TOKEN
-
-    def _doubts(self, request: Request) -> Iterator[str]:
-        if self.completion_tokens is not None and self.completion_tokens > request.tokens:
-            yield f"usage.completion_tokens is {self.completion_tokens}, more than the {request.tokens} asked for"
-        if self.completion_tokens == 0 and self.text:
-            yield "usage.completion_tokens is 0 for an answer with text"
-        if self.prompt_tokens is not None and not 0 < self.prompt_tokens <= request.prompt_tokens:
-            yield f"usage.prompt_tokens is {self.prompt_tokens} for a request of {len(request.body)} bytes"
-        if self.cached_tokens and self.cached_tokens > (self.prompt_tokens or 0):
-            yield f"usage has {self.cached_tokens} cached tokens of {self.prompt_tokens}"
+        if self.error is not None:
+            return
+        if not self.chunks and self.completion_tokens:
+            self.chunks.append(self.ended)  # tokens without text, such as an end token
+        elif not self.chunks:
+            self.error = NO_TOKEN
+        elif not self.completion_tokens:
+            self.error = _NO_USAGE
 
 
-class Client(ServerConnection):
+def _has_token(choice: Mapping[str, Any]) -> bool:
+    """Whether a piece stands for a token: in ``/v1/completions`` also one without text, which vLLM sends for half a
+    character. In a chat such a piece only names the role."""
+    said = choice.get("delta")
+    if said is None:
+        return bool(choice["text"]) or not choice.get("finish_reason")
+    return any(said.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+class Client:
     """Sends timed requests to one model of a server. An async context manager; call :meth:`settle` first.
 
     Args:
-        server: which, and its limits; nothing is repeated.
+        server: which.
         model: its name on the server; None for the server's only model.
         chat: ``/v1/chat/completions`` instead of ``/v1/completions``.
         extra: fields for every request, which override the others.
 
     Attributes:
         model: after :meth:`settle`.
-        refused_fields: optional fields that the server does not take.
+        owner: of the model, as the server says.
+        max_tokens: its context length (``max_model_len``), or None if the server does not say.
+        ignores_eos: whether the server takes ``ignore_eos``, as vLLM and SGLang, and generates all requested tokens.
+
+    Raises:
+        MissingDependency: without httpx, httpx-sse, httpx-aiohttp and what they need.
     """
 
     def __init__(
         self, server: Server, *, model: str | None = None, chat: bool = False, extra: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(server)
-        self.model = Model(model or "")
-        self.chat = chat
-        self.refused_fields: tuple[str, ...] = ()
-        self._path = "/chat/completions" if chat else "/completions"
-        self._fields: dict[str, Any] = dict(_OPTIONAL)
-        self._extra = dict(extra or {})
+        self.server, self.model, self.chat = server, model or "", chat
+        self.owner, self.max_tokens, self.ignores_eos = "", None, True
+        self._path, self._extra = "/chat/completions" if chat else "/completions", dict(extra or {})
+        with packages_of("bench", "requests to a server"):
+            import httpx
+            from httpx_aiohttp import AiohttpTransport
+
+        self._http = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {server.api_key}"},
+            timeout=httpx.Timeout(server.timeout_s, connect=min(10.0, server.timeout_s), pool=None),
+            transport=AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=_IDLE_S)),
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
 
     async def settle(self) -> None:
-        """Determine the model and the optional fields that the server accepts; drop :attr:`refused_fields`.
+        """Determine the model, and whether the server takes ``ignore_eos``.
 
         Raises:
             ServerError: if the server cannot be reached or does not answer a plain request.
         """
-        self.model = await self.find_model(self.model.name or None)
-        answer = await self._try(_TRIES[0])
-        for names in _TRIES[1:]:
-            if answer.status in (400, 422):
-                answer = await self._try(names)
-        if answer.error in (None, NO_TOKEN):
-            return
-        raise ServerError(
-            self.server.base_url + self._path,
-            expected="an answer",
-            got=answer.error,
-            hint={
-                401: "--api-key",
-                403: "--api-key",
-                404: "--model, or --chat for a server without /v1/completions",
-            }.get(answer.status),
-        )
+        await self._find_model()
+        answer = await self.ask(self.prepare("1 2 3 4", 4))
+        if answer.status in (400, 422):
+            self.ignores_eos = False
+            answer = await self.ask(self.prepare("1 2 3 4", 4))
+        if answer.error not in (None, NO_TOKEN):
+            raise self._failed("an answer", answer.error or "", answer.status)
 
-    async def _try(self, names: Sequence[str]) -> TimedAnswer:
-        self._fields = {name: _OPTIONAL[name] for name in names}
-        self.refused_fields = tuple(name for name in _OPTIONAL if name not in names)
-        return await self.ask(self.prepare(_PROBE_PROMPT, 4))
-
-    def prepare(self, prompt: str, tokens: int, *, stream: bool = True) -> Request:
-        """Return a request for ``tokens`` tokens, created before timing starts."""
-        text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        fields = {name: value for name, value in self._fields.items() if stream or name != "stream_options"}
-        body = {"model": self.model.name, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
-        limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-        most = max([limit for limit in limits if isinstance(limit, int)], default=tokens)
-        answers = body["n"] if isinstance(body.get("n"), int) else 1
-        return Request(json.dumps(body).encode(), most * answers)
-
-    async def ask(self, request: Request) -> TimedAnswer:
-        """Send a request and return its answer, also if it fails."""
-        import anyio
+    async def _find_model(self) -> None:
         import httpx
 
-        answer, limits = TimedAnswer(sent=time.perf_counter()), self.server
-        with anyio.move_on_after(limits.timeout_s) as whole, anyio.move_on_after(limits.silence_s) as quiet:
-            try:
-                await self._exchange(request, answer, quiet)
-            except (httpx.HTTPError, OSError) as error:
-                answer.error = answer.error or one_line(str(error) or type(error).__name__, 500)
-            except ValueError as error:
-                answer.error = one_line(f"invalid response: {error}", 500)
-        if whole.cancelled_caught:
-            answer.error = f"timeout: not complete after {limits.timeout_s:g} s"
-        elif quiet.cancelled_caught:
-            answer.error = f"timeout: no event for {limits.silence_s:g} s"
-        answer.finish(request)
+        try:
+            response = await self._http.get(f"{self.server.base_url}/models")
+        except (httpx.HTTPError, OSError) as error:
+            hint = "`polymoe serve MODEL` starts a server, --server names another"
+            got = str(error) or type(error).__name__
+            raise ServerError(self.server.base_url, expected="a server that answers", got=got, hint=hint) from error
+        if response.status_code == 404 and self.model:  # the server does not list its models
+            return
+        expected = "a list of models at /models"
+        if response.status_code != 200:
+            raise self._failed(expected, _reason(response.status_code, response.text), response.status_code)
+        try:
+            known = {model["id"]: model for model in parse_json(response.text)["data"]}
+        except (ValueError, KeyError, TypeError) as error:
+            hint = "is this the server's URL?"
+            raise ServerError(self.server.base_url, expected=expected, got=response.text[:80], hint=hint) from error
+        if not self.model and len(known) != 1:
+            got = ", ".join(sorted(known)) or "none"
+            raise ServerError(self.server.base_url, expected="one model", got=got, hint="choose one with --model")
+        self.model = self.model or next(iter(known))
+        if self.model not in known:
+            got, hint = repr(self.model), nearest(self.model, known)
+            raise ServerError(self.server.base_url, expected="one of its models", got=got, hint=hint)
+        self.owner, self.max_tokens = known[self.model].get("owned_by") or "", known[self.model].get("max_model_len")
+
+    def prepare(self, prompt: str, tokens: int) -> bytes:
+        """Return the body of a request for ``tokens`` tokens, created before timing starts."""
+        text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        fields = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        if self.ignores_eos:
+            fields["ignore_eos"] = True
+        return json.dumps({"model": self.model, **text, "max_tokens": tokens, **fields, **self._extra}).encode()
+
+    async def ask(self, body: bytes) -> TimedAnswer:
+        """Send a request and return its answer, also if it fails."""
+        import aiohttp
+        import httpx
+
+        answer = TimedAnswer(sent=time.perf_counter())
+        try:
+            await self._exchange(body, answer)
+        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:  # the transport does not translate all
+            answer.error = str(error) or type(error).__name__
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            answer.error = f"invalid response: {error!r}"
+        answer.finish()
         return answer
 
-    async def _exchange(self, request: Request, answer: TimedAnswer, quiet: Any) -> None:
-        url, most = self.server.base_url + self._path, MAX_BYTES + _BYTES_A_TOKEN * request.tokens
-        async with self.send("POST", url, request.body, most) as response:
-            answer.status = response.status_code
-            if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
-                answer.streamed = True
-                await self._read_stream(response, request, answer, quiet)
-                return
-            if answer.status == 200:
-                answer.take(read_completion(await response.aread()), time.perf_counter())
-                return
-            body = b""
-            async for part in response.aiter_raw():
-                if len(body := body + part) > _MESSAGE_BYTES:
-                    break
-            answer.error = Reply(answer.status, dict(response.headers), body[:_MESSAGE_BYTES], None, 0, 0).reason()
-
-    async def _read_stream(self, response: httpx.Response, request: Request, answer: TimedAnswer, quiet: Any) -> None:
-        import anyio
+    async def _exchange(self, body: bytes, answer: TimedAnswer) -> None:
         from httpx_sse import EventSource
 
-        done, events = False, 0
-        async for event in EventSource(response).aiter_sse():
-            now = time.perf_counter()
-            quiet.deadline = anyio.current_time() + self.server.silence_s
-            events += 1
-            if events > 1000 + _EVENTS_A_TOKEN * request.tokens:
-                raise ValueError(f"{events} events for {request.tokens} tokens")
-            if event.data.strip() == "[DONE]":
-                done = True
-            elif event.data.strip():
-                answer.take(read_completion(event.data), now)
-            if answer.error:
+        url, headers = self.server.base_url + self._path, {"content-type": "application/json"}
+        async with self._http.stream("POST", url, content=body, headers=headers) as response:
+            answer.status = response.status_code
+            if response.status_code != 200:
+                answer.error = _reason(response.status_code, (await response.aread()).decode(errors="replace"))
                 return
-        if not done and answer.finish_reason is None:
-            answer.error = "the stream broke off"
+            done = False
+            async for event in EventSource(response).aiter_sse():
+                now = time.perf_counter()
+                if event.data.strip() == "[DONE]":
+                    done = True
+                elif event.data.strip():
+                    answer.take(parse_json(event.data), now)
+                if answer.error:
+                    return
+            if not done and answer.finish_reason is None:
+                answer.error = "the stream broke off"
 
     async def count(self, prompt: str) -> int:
         """Return the server's count of a prompt's tokens, from a request for one token.
@@ -271,13 +273,26 @@ class Client(ServerConnection):
         Raises:
             ServerError: if it refuses the prompt or does not count.
         """
-        answer = await self.ask(self.prepare(prompt, 1, stream=False))
-        if answer.error not in (None, NO_TOKEN) or answer.prompt_tokens is None:
-            failed = answer.error if answer.error != NO_TOKEN else None
-            raise ServerError(
-                self.server.base_url + self._path,
-                expected="a prompt's tokens counted in usage.prompt_tokens",
-                got=failed or answer.wrong_counts or "no usage",
-                hint=None if failed else "name the model's tokenizer with --tokenizer",
-            )
+        answer = await self.ask(self.prepare(prompt, 1))
+        if answer.error not in (None, NO_TOKEN) or not answer.prompt_tokens:
+            raise self._failed("a prompt's tokens counted in usage.prompt_tokens", answer.error or _NO_USAGE)
         return answer.prompt_tokens
+
+    def _failed(self, expected: str, got: str, status: int = 0) -> ServerError:
+        return ServerError(self.server.base_url + self._path, expected=expected, got=got, hint=_HINTS.get(status))
+
+
+def _reason(status: int, body: str) -> str:
+    """The status with the server's message, in any of the usual forms of an error, else with the body itself."""
+    try:
+        found = parse_json(body)
+    except ValueError:
+        found = None
+    return f"HTTP {status}: {_message(found) if isinstance(found, dict) else body[:500]}"
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error") or body.get("detail") or body.get("message")
+    if isinstance(error, dict):
+        return _message(error) if "error" in error else str(error.get("message", error))
+    return str(error)[:500]

@@ -2,7 +2,7 @@
 
 A prompt is a sequence of random short words that are one token each in today's vocabularies, or of digits for a model
 with one token per character. Neither the number of tokens nor what a server adds (a first token, a chat template) is
-assumed: the server or a tokenizer counts each text, which is lengthened or shortened until the count is right. Prompts
+assumed: the server counts each text, which is lengthened or shortened until the count is right. Prompts
 start with different words, so that a server's prefix cache finds none of them.
 """
 
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from polymoe.errors import ArgumentError, ServerError
 
-__all__ = ["Count", "Prompts", "Tokenizer"]
+__all__ = ["Count", "Prompts"]
 
 Count = Callable[[str], Awaitable[int]]
 """Counts the tokens of a prompt with everything that is added to it."""
@@ -82,7 +81,6 @@ class Prompts:
                 "input_len",
                 expected="a server whose count of tokens grows with the prompt",
                 got=f"{once} tokens, and {twice} for twice the text",
-                hint="name the model's tokenizer with --tokenizer",
             )
         _, self._each, self._added, self._words, self._between = min(found)
         self._prefix = tuple(self._random.choices(self._words, k=round(self._shared / self._each)))
@@ -120,34 +118,3 @@ class Prompts:
     def _text(self, words: int) -> str:
         rest = self._random.choices(self._words, k=words - len(self._prefix))
         return self._between.join((*self._prefix, *rest))
-
-
-class Tokenizer:
-    """Counts tokens like a server with this tokenizer.
-
-    Args:
-        tokenizer: one of Transformers', as :func:`polymoe.engines.transformers.load_tokenizer` returns it.
-        chat: whether prompts are sent as chat messages, which the chat template renders.
-
-    Raises:
-        ArgumentError: if there is no chat template.
-    """
-
-    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
-        self._tokenizer = tokenizer
-        if chat and getattr(self._tokenizer, "chat_template", None) is None:
-            raise ArgumentError("tokenizer", expected="one with a chat template, for --chat", got="none")
-        self._chat = chat
-
-    def count_prompt(self, text: str) -> int:
-        """Count the tokens of a prompt, including those that the template or the tokenizer adds."""
-        if not self._chat:
-            return len(self._tokenizer(text, verbose=False)["input_ids"])
-        message = {"role": "user", "content": text}
-        return self.count_text(
-            self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        )
-
-    def count_text(self, text: str) -> int:
-        """Count the tokens of a text alone, such as an answer."""
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

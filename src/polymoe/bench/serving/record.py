@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from polymoe.bench.records import read_lines, utc_now
+from polymoe.bench.records import utc_now
 from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.measures import (
-    Counted,
     Percentiles,
     at_once,
     cache_hit_rate,
     cost_per_million,
-    count_tokens,
     decode_rate,
     first_tokens_us,
     gaps_us,
     latencies_us,
     time_per_token_us,
 )
-from polymoe.common.json_input import check_fields, read_fields
 
-__all__ = ["Load", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
+__all__ = ["Load", "Origin", "ServingRecord", "record"]
 
 _BUSY = 0.8  # of one core: above it, this client may be the bottleneck
 
@@ -52,7 +48,7 @@ class Origin:
     """The fields that all records of one run share.
 
     Attributes:
-        label: the server's name in tables and plots.
+        label: the server's name in tables.
         server, model, engine: its URL, its model's name and its own.
         device: its GPUs, if this machine knows them.
         gpu_price, gpus: US dollars an hour for one GPU, or None, and how many GPUs it runs on.
@@ -72,26 +68,13 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Observations beside the requests.
-
-    Attributes:
-        joules: energy of the GPUs over the whole duration.
-        client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
-    """
-
-    joules: float | None = None
-    client_load: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingRecord(Surroundings, Origin, Load):
+class ServingRecord(Origin, Load):
     """One row. Unknown values are None; all numbers are of completely answered requests.
 
     Attributes:
         answered, refused, failed: requests with a complete answer, with HTTP 429, and all others.
         errors: messages of refused and failed requests, each with its count.
-        input_tokens, output_tokens: of all answers together, as ``counted_by`` "usage", "tokenizer" or "chunks".
+        input_tokens, output_tokens: of all answers together, as the server counts them.
         tokens_per_chunk: output tokens per piece of the stream.
         duration_us: from the first request to the end of the last answer.
         latency_us, ttft_us, itl_us: over requests: their latency and time to first token; over tokens: mean
@@ -100,7 +83,9 @@ class ServingRecord(Surroundings, Origin, Load):
         at_once: largest number of answers running at one time.
         input_cost, output_cost: US dollars for a million tokens, at this batch's rates of each.
         cache_hit_rate: share of input tokens that the server found in its prefix cache.
+        joules: energy of the GPUs over the whole duration.
         tokens_per_joule: output tokens for each joule, which is output tokens per second and watt.
+        client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
         notes: remarks that matter when the row is compared with another.
         date: when it was computed.
     """
@@ -111,7 +96,6 @@ class ServingRecord(Surroundings, Origin, Load):
     errors: Mapping[str, int]
     input_tokens: int
     output_tokens: int
-    counted_by: str | None
     tokens_per_chunk: float | None
     duration_us: float | None
     latency_us: Percentiles | None
@@ -123,34 +107,15 @@ class ServingRecord(Surroundings, Origin, Load):
     input_cost: float | None
     output_cost: float | None
     cache_hit_rate: float | None
+    joules: float | None
     tokens_per_joule: float | None
+    client_load: float
     notes: tuple[str, ...]
     date: str
-
-    @property
-    def series(self) -> tuple[str, str, str | None, int, int]:
-        """Identifies records that differ only in batch size and time: one table."""
-        return (self.label, self.model, self.device, self.input_len, self.output_len)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ServingRecord:
-        """The inverse of :meth:`to_dict`.
-
-        Raises:
-            ValueError: for other fields, or values of another type.
-        """
-        check_fields(cls, values)
-        percentiles = {
-            name: read_fields(Percentiles, values[name]) for name in _PERCENTILES if values[name] is not None
-        }
-        return cls(**{**values, **percentiles, "notes": tuple(values["notes"])})
-
-
-_PERCENTILES = ("latency_us", "ttft_us", "itl_us")
 
 
 def record(
@@ -158,42 +123,29 @@ def record(
     origin: Origin,
     answers: Sequence[TimedAnswer],
     *,
-    prompt_tokens: int,
-    count_text: Callable[[str], int] | None = None,
-    seen: Surroundings | None = None,
+    joules: float | None = None,
+    client_load: float = 0.0,
 ) -> ServingRecord:
-    """Compute the record of one row from its answers.
-
-    Args:
-        load, origin: the requests and the server.
-        answers: the answers to all requests, including failures.
-        prompt_tokens: tokens of each prompt, if the server does not send usage.
-        count_text: counts the tokens of an answer, if the server does not send usage.
-        seen: observations beside the requests.
-    """
-    seen = seen or Surroundings()
-    whole = [count_tokens(a, prompt_tokens, count_text) for a in answers if a.error is None]
+    """Compute the record of one row from the answers to all its requests, including failures."""
+    whole = [a for a in answers if a.error is None]
     refused = sum(a.refused for a in answers)
     errors = dict(Counter(a.error for a in answers if a.error is not None).most_common())
-    duration = max(a.answer.ended for a in whole) - min(a.answer.sent for a in whole) if whole else None
-    inputs, outputs = sum(a.input_tokens for a in whole), sum(a.output_tokens for a in whole)
-    chunks = sum(len(a.answer.chunks) for a in whole)
+    duration = max(a.ended for a in whole) - min(a.sent for a in whole) if whole else None
+    inputs, outputs = sum(a.prompt_tokens for a in whole), sum(a.completion_tokens for a in whole)
+    chunks = sum(len(a.chunks) for a in whole)
     input_tps, output_tps = _rates(whole)
     hourly = None if origin.gpu_price is None else origin.gpu_price * origin.gpus
     gaps, mean_gap = gaps_us(whole), time_per_token_us(whole)
     together = at_once(whole) if whole else None
-    by = sorted({a.by for a in whole})
     return ServingRecord(
         **asdict(load),
         **asdict(origin),
-        **asdict(seen),
         answered=len(whole),
         refused=refused,
         failed=len(answers) - len(whole) - refused,
         errors=errors,
         input_tokens=inputs,
         output_tokens=outputs,
-        counted_by="+".join(by) or None,
         tokens_per_chunk=outputs / chunks if chunks else None,
         duration_us=None if duration is None else 1e6 * duration,
         latency_us=Percentiles.of(latencies_us(whole)),
@@ -205,41 +157,36 @@ def record(
         input_cost=cost_per_million(input_tps, hourly),
         output_cost=cost_per_million(output_tps, hourly),
         cache_hit_rate=cache_hit_rate(whole),
-        tokens_per_joule=outputs / seen.joules if seen.joules else None,
-        notes=tuple(_notes(load, whole, together, seen.client_load)),
+        joules=joules,
+        tokens_per_joule=outputs / joules if joules else None,
+        client_load=client_load,
+        notes=tuple(_notes(load, whole, together, client_load)),
         date=utc_now(),
     )
 
 
-def _rates(whole: Sequence[Counted]) -> tuple[float | None, float | None]:
-    if not whole or not all(a.answer.streamed for a in whole):
-        return None, None  # input and output cannot be separated
+def _rates(whole: Sequence[TimedAnswer]) -> tuple[float | None, float | None]:
+    if not whole:
+        return None, None
     # SGLang's input rate: all prompts of the batch over the time until each has its first token.
-    first_tokens = max(a.first for a in whole) - min(a.answer.sent for a in whole)
-    return sum(a.input_tokens for a in whole) / first_tokens, decode_rate(whole)
+    first_tokens = max(a.chunks[0] for a in whole) - min(a.sent for a in whole)
+    return sum(a.prompt_tokens for a in whole) / first_tokens, decode_rate(whole)
 
 
-def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_load: float) -> Iterable[str]:
+def _notes(load: Load, whole: Sequence[TimedAnswer], together: int | None, client_load: float) -> Iterable[str]:
     if not whole:
         return
-    inputs = sorted({a.input_tokens for a in whole})
+    inputs = sorted({a.prompt_tokens for a in whole})
     if inputs != [load.input_len]:
         yield f"prompts had {_range(inputs)} tokens, not {load.input_len}"
-    outputs = sorted({a.output_tokens for a in whole})
+    outputs = sorted({a.completion_tokens for a in whole})
     if outputs != [load.output_len]:
         yield f"answers had {_range(outputs)} tokens, not {load.output_len}"
-    if wrong := Counter(a.answer.wrong_counts for a in whole if a.answer.wrong_counts):
-        (first, _), *_ = wrong.most_common(1)
-        yield f"the server's counts cannot be true in {wrong.total()} answers and are not used: {first}"
-    if any(a.by == "chunks" for a in whole):
-        yield "the server does not count tokens: output tokens are pieces of the stream, a lower bound"
-    if not all(a.answer.streamed for a in whole):
-        yield "the server does not stream: arrival times of tokens are unknown"
     if together is not None and together < len(whole):
         size = load.batch_size
         yield f"at most {together} of {len(whole)} answers ran at once: the server did not run a batch of {size}"
-    tokens, chunks = sum(a.output_tokens for a in whole), sum(len(a.answer.chunks) for a in whole)
-    if all(a.answer.streamed for a in whole) and tokens > 1.1 * chunks:
+    tokens, chunks = sum(a.completion_tokens for a in whole), sum(len(a.chunks) for a in whole)
+    if tokens > 1.1 * chunks:
         yield f"{tokens / chunks:.1f} tokens per piece: percentiles of ITL are of pieces, the mean is of tokens"
     if client_load > _BUSY:
         yield f"this client was busy {client_load:.0%} of the time: it may be the bottleneck"
@@ -247,22 +194,3 @@ def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_lo
 
 def _range(values: Sequence[int]) -> str:
     return str(values[0]) if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
-
-
-def read(path: Path) -> list[ServingRecord]:
-    """Return every record of a file, in order.
-
-    Raises:
-        ArgumentError: for a line that is not a record.
-    """
-    return read_lines(path, ServingRecord.from_dict, "a record of bench serve")
-
-
-def newest(records: Iterable[ServingRecord]) -> list[ServingRecord]:
-    """Return the newest record of each series and batch size; of equal dates, the later line."""
-    best: dict[tuple[object, ...], ServingRecord] = {}
-    for r in records:
-        key = (*r.series, r.batch_size)
-        if key not in best or r.date >= best[key].date:
-            best[key] = r
-    return list(best.values())

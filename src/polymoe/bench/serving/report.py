@@ -1,15 +1,12 @@
-"""Tables of server benchmarks: the same columns on the terminal and in Markdown."""
+"""Tables of server benchmarks: the same columns on the terminal and in documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from polymoe.bench.serving.record import ServingRecord
-from polymoe.common.atomic import replace_file
 
-__all__ = ["columns", "markdown", "table", "write_markdown"]
+__all__ = ["columns", "remarks", "title"]
 
 _NONE = "n/a"
 _Cell = Callable[[ServingRecord], str]
@@ -73,33 +70,3 @@ def remarks(records: Sequence[ServingRecord]) -> list[str]:
         lines += [f"{r}: {note}" for note in r.notes]
         lines += [f"{r}: {count} x {message}" for message, count in r.errors.items()]
     return lines
-
-
-def table(records: Sequence[ServingRecord]) -> Any:
-    """Return a table of rich, for the terminal."""
-    from rich.table import Table
-
-    found = columns(records)
-    result = Table(*(heading for heading, _ in found), title=title(records[0]))
-    for row in zip(*(cells for _, cells in found), strict=True):
-        result.add_row(*row)
-    return result
-
-
-def markdown(records: Sequence[ServingRecord]) -> str:
-    """Return the table with its title, remarks and commands."""
-    found = columns(records)
-    lines = [f"**{title(records[0])}**", "", "| " + " | ".join(heading for heading, _ in found) + " |"]
-    lines.append("|" + " ---: |" * len(found))
-    lines += ["| " + " | ".join(row) + " |" for row in zip(*(cells for _, cells in found), strict=True)]
-    if notes := remarks(records):
-        lines += ["", *(f"- {note}" for note in notes)]
-    last = {r.command: r for r in records}  # of each command
-    for command, r in last.items():
-        lines += ["", f"`{command}`, polymoe {r.commit}, {r.date}"]
-    return "\n".join([*lines, ""])
-
-
-def write_markdown(path: Path, records: Sequence[ServingRecord]) -> None:
-    """Write :func:`markdown` to a file, or replace it, whole or not at all."""
-    replace_file(path, markdown(records))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from polymoe.bench.energy import EnergyMeter
-from polymoe.bench.serving.client import Client, Request, TimedAnswer
-from polymoe.bench.serving.prompts import Prompts, Tokenizer
-from polymoe.bench.serving.record import Load, Origin, ServingRecord, Surroundings, record
-from polymoe.common.openai_client import all_results
+from polymoe.bench.serving.client import Client, TimedAnswer
+from polymoe.bench.serving.prompts import Prompts
+from polymoe.bench.serving.record import Load, Origin, ServingRecord, record
 from polymoe.errors import ArgumentError, ServerError
 
 __all__ = ["ServingBench", "rows"]
@@ -37,7 +38,6 @@ class ServingBench:
         client: after :meth:`Client.settle`.
         prompts: after :meth:`Prompts.calibrate`.
         origin: the fields that all records share.
-        tokenizer: counts answers if the server does not.
         meter: measures the energy of the server's GPUs.
         warm: send a small batch before each new batch size, without measuring it.
         say: called with a line of progress.
@@ -46,7 +46,6 @@ class ServingBench:
     client: Client
     prompts: Prompts
     origin: Origin
-    tokenizer: Tokenizer | None = None
     meter: EnergyMeter | None = None
     warm: bool = True
     say: Callable[[str], None] = lambda text: None
@@ -58,7 +57,7 @@ class ServingBench:
             ArgumentError: for a row that is longer than the server's model takes, before anything is measured.
             ServerError: if the server could not be reached during a whole row, or answers 400.
         """
-        most = self.client.model.max_tokens
+        most = self.client.max_tokens
         for load in loads:
             if most is not None and load.input_len + load.output_len > most:
                 got = f"{load.input_len} and --output-len {load.output_len}"
@@ -79,11 +78,11 @@ class ServingBench:
         self.say(f"{load}: warming up")
         prompts, _ = await self.prompts.make(min(load.input_len, _WARM_INPUT), load.batch_size)
         output_len = min(load.output_len, _WARM_OUTPUT)
-        await all_results(self.client.ask(self.client.prepare(prompt, output_len)) for prompt in prompts)
+        await _all_results(self.client.ask(self.client.prepare(prompt, output_len)) for prompt in prompts)
 
     async def _row(self, load: Load) -> tuple[list[TimedAnswer], ServingRecord]:
         self.say(f"{load}: making prompts")
-        prompts, prompt_tokens = await self.prompts.make(load.input_len, load.batch_size)
+        prompts, _ = await self.prompts.make(load.input_len, load.batch_size)
         requests = [self.client.prepare(prompt, load.output_len) for prompt in prompts]
         with _no_collection():
             joules = self.meter.joules() if self.meter else 0.0
@@ -91,16 +90,12 @@ class ServingBench:
             answers = await self._send(load, requests)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             joules = self.meter.joules() - joules if self.meter else None
-        count_text = self.tokenizer.count_text if self.tokenizer else None
-        seen = Surroundings(joules=joules, client_load=cpu / wall)
-        return answers, record(
-            load, self.origin, answers, prompt_tokens=prompt_tokens, count_text=count_text, seen=seen
-        )
+        return answers, record(load, self.origin, answers, joules=joules, client_load=cpu / wall)
 
-    async def _send(self, load: Load, requests: Sequence[Request]) -> list[TimedAnswer]:
+    async def _send(self, load: Load, requests: Sequence[bytes]) -> list[TimedAnswer]:
         done = itertools.count(1)
 
-        async def ask(request: Request) -> TimedAnswer:
+        async def ask(request: bytes) -> TimedAnswer:
             answer = await self.client.ask(request)
             if answer.status == 400:  # so will all others of this row be
                 raise ServerError(self.client.server.base_url, expected="answers", got=answer.error)
@@ -108,7 +103,18 @@ class ServingBench:
             return answer
 
         self.say(f"{load}: 0 of {len(requests)}")
-        return await all_results(map(ask, requests))
+        return await _all_results(map(ask, requests))
+
+
+async def _all_results(work: Iterable[Coroutine[Any, Any, TimedAnswer]]) -> list[TimedAnswer]:
+    """Run all at once and return their results, in order; where one of them raises, the others end."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager
