@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from backends_document import markdown
+from share_plot import write_png
 
 from engines import common
-from polymoe.bench.plot import write_png
 
 __all__ = ["answers", "loading", "picture", "speed", "steps"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from backends_document import markdown
+from share_plot import write_png
 
 from polymoe.bench.cases import CASES, Case
-from polymoe.bench.plot import write_png
 from polymoe.bench.records import Record, newest
 from polymoe.machine import Machine
 from polymoe.planning.measured import Table

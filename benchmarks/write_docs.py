@@ -24,11 +24,11 @@ import peers_document
 import scale
 import versions_document
 from backends_document import backends_document, markdown
+from share_plot import plot, write_png
 
 from polymoe.backends.cost import cost
 from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
-from polymoe.bench.plot import plot, write_png
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report

@@ -2,7 +2,7 @@
 
 ``measured`` follows from the records of ``polymoe bench``, which times nothing whose results are wrong. ``run`` follows
 from ``run-*.jsonl``, which ``PROOF=benchmarks/results/run-h200.jsonl scripts/test-gpu`` writes on an H200, and from the
-lines that ``polymoe verify --all-backends`` prints.
+lines that ``polymoe verify --out`` writes.
 
 python benchmarks/write_proof.py            # rewrite it
 python benchmarks/write_proof.py --add F    # first add the lines of a report from the issue form to benchmarks/results/

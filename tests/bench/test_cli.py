@@ -25,10 +25,9 @@ def bench(cli: Cli) -> Cli:
     return lambda *args: cli("bench", *args)
 
 
-def test_a_table_records_and_a_plot(bench: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out, png = tmp_path / "r.jsonl", tmp_path / "p.png"
-    code, stdout, stderr = bench(*SMALL, "--tokens", "1,8", "--out", out, "--plot", png, "--commit", "abc")
+def test_a_table_and_records(bench: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    code, stdout, stderr = bench(*SMALL, "--tokens", "1,8", "--out", out, "--commit", "abc")
     assert code == 0
     for text in ("deepseek-v4-flash[H=64, F=32, E=4]", "reference", "torch-dequantized", "median", "share", "calls"):
         assert text in stdout
@@ -37,8 +36,7 @@ def test_a_table_records_and_a_plot(bench: Cli, tmp_path: Path) -> None:
     assert len(records) == 6
     assert {r.commit for r in records} == {"abc"}
     assert records[0].command.startswith("polymoe bench --case deepseek-v4-flash --experts 4")
-    assert png.stat().st_size > 1000
-    assert bench(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out, "--plot", png)[0] == 0
+    assert bench(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out)[0] == 0
     assert len(read(out)) == 7
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from share_plot import plot
 
-from polymoe.bench.plot import check_plot, plot
 from polymoe.bench.records import Record, Stamp, append, check_writable, newest, read
-from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
 
 ONE = Record(
@@ -95,18 +94,8 @@ def test_the_stamp() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    check_plot(tmp_path / "p.png")
     plot(
         [ONE, replace(ONE, tokens=64, share=1.2), replace(ONE, backend="x", activations="fp8_token")],
         tmp_path / "p.png",
     )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("p.jpg", "no/p.png"):
-        with pytest.raises(ArgumentError, match=r"ends in \.png"):
-            check_plot(tmp_path / name)
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"\[bench\]"):
-        check_plot(tmp_path / "p.png")

@@ -65,7 +65,7 @@ WRONG = {
     "--input-len": "x",
     "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--server": "nonsense",
     "--api-key": "\u00e4", "--out": f"{README}/file",
-    "--plot": "plot.txt", "--profile": f"{README}/directory/file.json",
+    "--profile": f"{README}/directory/file.json",
     "--record-routing": f"{README}/file",
     "--host": "no such host", "--cors-origins": "*,nonsense",
 }  # fmt: skip

@@ -147,8 +147,8 @@ class TestWithoutFiles:
         )
         assert backends.startswith("mxfp4 experts would use triton (never tested on rtx4090): predicted ")
         assert proof == (
-            "never tested on rtx4090: kernels of the same source passed on h200; `polymoe verify openai/gpt-oss-20b"
-            " --layer 0 --all-backends` tests one layer on yours, for a record"
+            "never tested on rtx4090: kernels of the same source passed on h100, h200; `polymoe verify"
+            " openai/gpt-oss-20b --layer 0 --out record.jsonl` tests one layer on yours, for a record"
         )
         assert time == (
             "one token takes at least 4.77 ms (at most 210 tokens/s): 2.35 ms in the experts"

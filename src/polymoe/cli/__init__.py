@@ -69,7 +69,7 @@ add(app, "models", "Show which well-known models fit a GPU, and how fast.", mode
     "polymoe models --device h200 --context 131072 --json")  # fmt: skip
 add(app, "verify", "Check a checkpoint's experts: bytes, reference, every backend.", verify.command,
     "polymoe verify demo", "polymoe verify demo --layer 1 --tokens 1,64",
-    "polymoe verify demo --all-backends")  # fmt: skip
+    "polymoe verify demo --out record.jsonl")  # fmt: skip
 add(app, "run", "Answer prompts.", run.command, 'polymoe run demo "123+456="', "polymoe run demo < prompts.txt",
     "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'",
     "polymoe run demo --record-routing routing.safetensors < prompts.txt")  # fmt: skip
@@ -92,8 +92,7 @@ add(app, "doctor", "Show this machine, and each backend's verdict on it.", docto
 add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.command,
     "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
     "polymoe bench kernels --checkpoint demo --backends cuda,triton --out results.jsonl",
-    "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png",
-    "polymoe bench kernels --submit results.jsonl")  # fmt: skip
+    "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2")  # fmt: skip
 add(_bench, "decode", "Time whole models in Transformers, packed and dequantized.", bench_decode.command,
     "polymoe bench decode demo --batch-size 1,16")  # fmt: skip
 add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,

@@ -18,7 +18,6 @@ from polymoe.cli.options import (
     listed,
     numbers,
     option,
-    plot_file,
     token_counts,
 )
 from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
@@ -26,7 +25,6 @@ from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
     from polymoe.bench.measure import Bench, BenchRow
-    from polymoe.bench.records import Record
 
 __all__ = ["command"]
 
@@ -79,14 +77,10 @@ class _Contenders(OnDevice):
 class _Output(RecordOutput):
     """Output."""
 
-    plot: Path | None = option(
-        None, "Plot the share of the floor over tokens as a PNG, with one line per backend.", "--plot", parse=plot_file
-    )
     energy: bool = option(False, "Also measure tokens per joule with the GPU's counter.", "--energy")
     profile: Path | None = option(
         None, "Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.", "--profile", parse=file_to_write
     )
-    submit: Path | None = option(None, "Do not measure; print the records in this file as a block for the issue form.")
 
 
 def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: _Contenders, output: _Output) -> None:
@@ -94,19 +88,12 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
 
     Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
-    if output.submit is not None:
-        if layer.case is not None or layer.checkpoint is not None:
-            raise typer.BadParameter("--submit does not measure: leave --case and --checkpoint out")
-        _submit(output.submit, contenders.device)
-        return
     layer.check(of_case=vars(changes))
-    from polymoe.bench.records import append, check_writable, read
+    from polymoe.bench.records import append, check_writable
 
     bench = _prepared(layer, changes, calls, contenders.device, output)
-    earlier = []
     if output.out is not None:
         check_writable(output.out)
-        earlier = read(output.out) if output.plot is not None else []
     workload, device = bench.workload, bench.machine.device
     routed = f"{bench.distribution.name} routing"
     say(f"{workload.case}: {workload.problem}; {routed}, on {device}")
@@ -124,8 +111,6 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
             _print(rows, f"{workload.case}, {workload.problem.spec.format}, {routed}, {device}")
     if device.rates == "nominal":
         say("floor and share use nominal rates of this device, not measured ones")
-    if output.plot is not None:
-        _plot(output.plot, earlier, [row.record for row in rows if row.record is not None])
     if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
 
@@ -161,18 +146,6 @@ def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: st
     )
 
 
-def _submit(path: Path, device: str) -> None:
-    from polymoe.bench.records import newest, read
-    from polymoe.cli.submission import of_records
-    from polymoe.errors import ArgumentError
-
-    try:
-        records = newest(read(path))
-    except OSError as error:
-        raise ArgumentError("submit", expected="a file that --out wrote", got=str(error)) from error
-    print(of_records(records, measured_on(device)[0]))
-
-
 def _print(rows: list[BenchRow], title: str) -> None:
     measured = sorted(((r.record, r) for r in rows if r.record is not None), key=lambda pair: pair[0].tokens)
     if measured:
@@ -192,15 +165,6 @@ def _print(rows: list[BenchRow], title: str) -> None:
     for row in rows:
         if row.record is None:
             console().print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
-
-
-def _plot(path: Path, earlier: list[Record], measured: list[Record]) -> None:
-    from polymoe.bench.plot import plot
-    from polymoe.bench.records import newest
-
-    like = {(r.case, r.format, r.routing, r.device) for r in measured}
-    if measured:
-        plot(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), path)
 
 
 def _unmeasured(row: BenchRow) -> str:

@@ -33,7 +33,7 @@ __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
     "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument",
-    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "numbers", "option", "plot_file",
+    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "numbers", "option",
     "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
@@ -136,19 +136,6 @@ def file_to_write(text: str, option: str) -> Path:
     """
     if not Path(text).parent.is_dir():
         raise ArgumentError(option, expected="a file in an existing directory", got=repr(text))
-    return Path(text)
-
-
-def plot_file(text: str, option: str) -> Path:
-    """Parse the path of a plot.
-
-    Raises:
-        MissingDependency: without what draws it.
-        ArgumentError: for a name that does not end in .png, or in a directory that does not exist.
-    """
-    from polymoe.bench.plot import check_plot
-
-    check_plot(Path(text))
     return Path(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from polymoe.planning.proof import RunLine
     from polymoe.verify import Report
 
 __all__ = ["command"]
@@ -37,12 +39,17 @@ class _Checks:
 class _Computing(OnDevice, OneBackend):
     """Device and backend."""
 
-    all_backends: bool = option(
-        False, "Run every backend, and print a block for the issue form that records a GPU.", "--all-backends"
+
+@dataclass(frozen=True)
+class _Output(Output):
+    """Output."""
+
+    out: Path | None = option(
+        None, "Append what ran to this file, one JSON line a kernel family: the record of a GPU that was never tested."
     )
 
 
-def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, output: Output) -> None:
+def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, output: _Output) -> None:
     """Check a checkpoint's experts: read each one with independent code, pack and unpack it byte for byte, and measure
     every backend's error and time. Backends are compared with a float64 oracle of the independent reading, or with
     the reference if inputs are quantized.
@@ -50,10 +57,11 @@ def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, outp
     The config and the experts of one layer are enough.
     """
     require_checkpoint(checkpoint)
+    from polymoe.bench.records import append, check_writable
     from polymoe.verify import verify
 
-    if computing.all_backends and computing.backend != "auto":
-        raise typer.BadParameter("--all-backends runs every backend: leave --backend out")
+    if output.out is not None:
+        check_writable(output.out)
     device = None if computing.device == "auto" else computing.device
     with Progress("verify") as progress:
         report = verify(checkpoint, **vars(checks), backend=computing.backend, device=device, progress=progress.update)
@@ -61,16 +69,10 @@ def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, outp
         status().print(
             f"note: not verified, because not in the files: layers {format_ranges(report.absent)}", highlight=False
         )
-    if computing.all_backends:
-        from polymoe.cli.submission import of_report, run_lines
-        from polymoe.machine import Machine
-
-        machine = Machine.of(device)
-        if output.json:
-            print_json({**report.to_dict(), "lines": run_lines(report, machine)})
-        else:
-            print(of_report(report, machine))
-    elif output.json:
+    if output.out is not None:
+        for line in _ran(report, device):
+            append(output.out, line)
+    if output.json:
         print_json(report.to_dict())
     else:
         print_table(_bytes(report))
@@ -78,6 +80,30 @@ def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, outp
         console().print("all good" if report.ok else "FAILED", style="bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _ran(report: Report, device: str | None) -> list[RunLine]:
+    """One line for each kernel family that ran."""
+    from polymoe.bench.records import Stamp
+    from polymoe.machine import Machine
+    from polymoe.planning.proof import RunLine
+
+    path = Path(report.checkpoint)
+    name = path.resolve().name if path.exists() else report.checkpoint
+    stamp = Stamp.now(Machine.of(device), f"polymoe verify {name}")
+    passed: dict[tuple[str, str, str, str], bool] = {}
+    for row in report.backends:
+        if not row.rejected:
+            cell = (row.backend, row.family, row.format, row.activations)
+            passed[cell] = passed.get(cell, True) and row.ok
+    versions = {"torch": stamp.torch, "triton": stamp.triton, "commit": stamp.commit, "date": stamp.date()}
+    return [
+        RunLine(
+            backend=backend, family=family, format=format, activations=activations, device=stamp.device,
+            test=stamp.command, passed=ok, **versions,
+        )
+        for (backend, family, format, activations), ok in passed.items()
+    ]  # fmt: skip
 
 
 def _bytes(report: Report) -> Table:

@@ -25,7 +25,7 @@ from polymoe.common.plugins import GROUP, load
 from polymoe.machine import Machine, driver_cuda
 from polymoe.problem.verdict import Reason, Rejected
 
-__all__ = ["Diagnosis", "diagnose", "hardware"]
+__all__ = ["Diagnosis", "diagnose"]
 
 Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
@@ -76,16 +76,6 @@ def diagnose() -> Diagnosis:
         "environment": _environment,
         "host": _host,
     }
-    return Diagnosis({name: _section(collect) for name, collect in sections.items()})
-
-
-def hardware() -> Diagnosis:
-    """GPUs, driver and versions alone: what a measurement depends on."""
-
-    def versions() -> Facts:
-        return {name: value for name, value in _polymoe().items() if name != "installed in"}
-
-    sections = {"polymoe": versions, "packages": _packages, "GPUs": _gpus}
     return Diagnosis({name: _section(collect) for name, collect in sections.items()})
 
 

@@ -254,7 +254,7 @@ class Explanation:
         if not unproven:
             return ""
         where = f"kernels of the same source passed on {', '.join(models)}" if models else "they ran on no GPU yet"
-        command = f"polymoe verify {self.name} --layer {unproven[0]} --all-backends"
+        command = f"polymoe verify {self.name} --layer {unproven[0]} --out record.jsonl"
         return f"never tested on {self.device.name}: {where}; `{command}` tests one layer on yours, for a record"
 
     def _time(self) -> str:

@@ -208,7 +208,7 @@ class Selection:
         """What else the user should know of the choice, as clauses; ``tune`` is the command that tunes for it."""
         device = self.machine.device.name
         remarks = [
-            f"{name} was never tested on {device}: `polymoe verify MODEL --all-backends` does it there, and the check "
+            f"{name} was never tested on {device}: `polymoe verify MODEL` does it there, and the check "
             "at load compares a few experts"
             for name in self.unrun
         ]

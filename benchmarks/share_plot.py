@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,26 +9,11 @@ from typing import TYPE_CHECKING
 
 from polymoe.bench.records import Record
 from polymoe.common.atomic import replace_file
-from polymoe.common.install_command import install_hint
-from polymoe.errors import ArgumentError, MissingDependency
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check_plot", "plot", "write_png"]
-
-
-def check_plot(path: Path) -> None:
-    """Raise before the measurement what :func:`plot` would raise after it.
-
-    Raises:
-        MissingDependency: without matplotlib.
-        ArgumentError: for a name that does not end in .png, or in a directory that does not exist.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency("--plot", expected="matplotlib", got="not installed", hint=install_hint("bench"))
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise ArgumentError("plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path)))
+__all__ = ["plot", "write_png"]
 
 
 def write_png(figure: Figure, path: Path) -> None:
