@@ -1,8 +1,7 @@
-"""What a server logs of requests and throughput, and says at its start."""
+"""What a server logs of requests, and says at its start."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import subprocess
@@ -21,7 +20,7 @@ from polymoe.layer.offload import cache_stats_of
 from polymoe.serve import logs
 from polymoe.serve.app import ModelServer
 from polymoe.serve.in_flight import InFlight
-from polymoe.serve.logs import access_log, log_throughput, logging_to_stderr
+from polymoe.serve.logs import access_log, logging_to_stderr
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.summary import summary
 from support.serving import CHECKPOINT, Running, batching_server, said
@@ -106,33 +105,6 @@ def test_metrics_of_experts_in_host_memory(server: Running) -> None:
         for key, number in counted.items():
             shown = re.findall(rf'^polymoe_expert_{key}_total{{layer="{layer}"}} (\S+)$', found, re.M)
             assert list(map(float, shown)) == ([] if key == "sweeps" else [number])
-
-
-def test_throughput_is_logged_while_there_are_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    metrics = ServerMetrics(name="sums", model=server.model)
-
-    async def run() -> None:
-        task = asyncio.create_task(log_throughput(metrics, period_s=0.05))
-        await asyncio.sleep(0.12)  # nothing happens
-        request = InFlight(prompt_tokens=1000)
-        metrics.in_flight.add(request)
-        metrics.started(request)
-        for _ in range(50):
-            metrics.generated(request)
-        metrics.in_flight.add(InFlight())
-        await asyncio.sleep(0.06)
-        metrics.answered(request, "/v1/completions", 200)
-        metrics.in_flight.clear()
-        await asyncio.sleep(0.2)
-        task.cancel()
-
-    with caplog.at_level(logging.INFO, "polymoe.serve"):
-        asyncio.run(run())
-    first, *_, last = lines(caplog, "throughput")  # a loaded machine has more between
-    assert "0 requests answered" in first
-    assert "1 running, 1 waiting" in first
-    assert " 0 prompt and 0.0 answer" not in first
-    assert "1 requests answered, 0 prompt and 0.0 answer tokens/s; 0 running, 0 waiting" in last
 
 
 def test_the_start_says_what_runs_where(server: Running) -> None:

@@ -124,7 +124,7 @@ def serve(
         on_ready: called with the server's URL once it answers.
         options: of :class:`ServerOptions`.
 
-    Requests and throughput are logged at level INFO by loggers below ``polymoe.serve``.
+    Requests are logged at level INFO by loggers below ``polymoe.serve``.
 
     Returns:
         The number of the signal that ended it; None if none did. A thread may still compute a step of the model or a
@@ -214,23 +214,13 @@ def _check_origins(origins: Sequence[str]) -> None:
 def _run_until_signal(
     server: HttpServer, gate: Gate, served: ModelServer, grace_s: float, on_ready: Callable[[], Any]
 ) -> int | None:
-    from polymoe.serve.logs import log_throughput
-
-    tasks: list[asyncio.Task[None]] = []  # the event loop keeps no reference of its own
-
-    def ready() -> None:
-        tasks.append(asyncio.get_running_loop().create_task(log_throughput(served.metrics)))
-        on_ready()
-
     def stop() -> None:
-        for task in tasks:
-            task.cancel()
         gate.close()
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, served.end)
         loop.call_later(grace_s + _STEP_S, gate.cut)
 
-    server.on_ready, server.on_stop = ready, stop
+    server.on_ready, server.on_stop = on_ready, stop
     with _signals_only_stop() as stopped_by:
         server.run()
         served.close(_STEP_S)

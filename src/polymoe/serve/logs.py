@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import logging.handlers
@@ -14,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polymoe.serve.in_flight import InFlight
-    from polymoe.serve.metrics import ServerMetrics
 
-__all__ = ["access_log", "log_throughput", "logging_to_stderr"]
+__all__ = ["access_log", "logging_to_stderr"]
 
 access = logging.getLogger("polymoe.serve.access")
 other = logging.getLogger("polymoe.serve.other")
-throughput = logging.getLogger("polymoe.serve.throughput")
 
-PERIOD_S = 10.0
 _WAITING = 10_000
 """Lines that may wait to be written; more are dropped."""
 _END_S = 0.5
@@ -122,24 +118,3 @@ def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) 
     if request.prompt_tokens:
         line += f", {request.prompt_tokens} + {request.new_tokens} tokens"
     (access if status == 200 and request.prompt_tokens else other).info(line)
-
-
-async def log_throughput(metrics: ServerMetrics, period_s: float = PERIOD_S) -> None:
-    """Log the throughput of each period in which a request ran, until the task is cancelled."""
-    before, start = _totals(metrics), time.monotonic()
-    while True:
-        await asyncio.sleep(period_s)
-        now, end = _totals(metrics), time.monotonic()
-        answered, prompt, new = (b - a for a, b in zip(before, now, strict=True))
-        waiting = sum(request.started_s is None for request in metrics.in_flight)
-        if answered or prompt or new or metrics.in_flight:
-            throughput.info(
-                "%.0f s: %d requests answered, %.0f prompt and %.1f answer tokens/s; %d running, %d waiting",
-                end - start, answered, prompt / (end - start), new / (end - start),
-                len(metrics.in_flight) - waiting, waiting,
-            )  # fmt: skip
-        before, start = now, end
-
-
-def _totals(metrics: ServerMetrics) -> tuple[int, int, int]:
-    return metrics.answered_requests, metrics.prompt_tokens, metrics.new_tokens

@@ -41,14 +41,12 @@ class ServerMetrics:
 
     Attributes:
         in_flight: generations that were admitted and have not been answered, running or waiting.
-        answered_requests, prompt_tokens, new_tokens: counted since the start.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, *, name: str, model: Any) -> None:
         self.in_flight: set[InFlight] = set()
-        self.answered_requests = self.prompt_tokens = self.new_tokens = 0
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter("polymoe_requests", "Requests by status.", ("path", "status"), registry=registry)
@@ -93,7 +91,6 @@ class ServerMetrics:
         request.running = True
         self._queue.observe(request.started_s - request.arrived_s)
         self._prompt_tokens.inc(request.prompt_tokens)
-        self.prompt_tokens += request.prompt_tokens
 
     def generated(self, request: InFlight) -> None:
         """Record a token of an answer."""
@@ -101,7 +98,6 @@ class ServerMetrics:
             request.first_token_s = time.monotonic()
             self._first.observe(request.first_token_s - request.arrived_s)
         request.new_tokens += 1
-        self.new_tokens += 1
         self._new_tokens.inc()
 
     def ended(self, request: InFlight) -> None:
@@ -117,7 +113,6 @@ class ServerMetrics:
         if request in self.in_flight:
             self.in_flight.discard(request)
             if status == 200:
-                self.answered_requests += 1
                 self._whole.observe(time.monotonic() - request.arrived_s)
 
 

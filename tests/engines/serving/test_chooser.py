@@ -16,6 +16,7 @@ from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.problem.verdict import Reasons
+from support.ranks import Ranks
 from support.stacked import facts_of
 
 
@@ -105,17 +106,6 @@ def test_reasons_why_the_engine_keeps_a_layer(
 def test_errors_of_our_own_are_no_reasons() -> None:
     with pytest.raises(AttributeError):
         choose(EngineSettings(), facts="nonsense")  # type: ignore[arg-type]
-
-
-class Ranks:
-    """Two of them, of which one chooses after the other: what the first says is known when the second does."""
-
-    def __init__(self) -> None:
-        self.said: list[bytes] = []
-
-    def __call__(self, mine: bytes) -> list[bytes]:
-        self.said.append(mine)
-        return self.said
 
 
 def test_ranks_that_plan_alike() -> None:

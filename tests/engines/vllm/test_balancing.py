@@ -19,6 +19,7 @@ from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.layer.rows import rows_as_bytes
 from polymoe.layer.runtime import PlanCache
 from polymoe.problem.scale_range import ScaleRange
+from support.ranks import Ranks
 from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of
 
 CPU_DEVICE = torch.device("cpu")
@@ -116,17 +117,6 @@ def test_answers_are_the_same_after_experts_moved(model: str) -> None:
 
 
 MODEL = "sums-gpt-oss-mxfp4"
-
-
-class Ranks:
-    """Of which one speaks after the other: what the first says is known when the second does."""
-
-    def __init__(self) -> None:
-        self.said: list[bytes] = []
-
-    def __call__(self, mine: bytes) -> list[bytes]:
-        self.said.append(mine)
-        return self.said
 
 
 def model_of(*layers: Rank) -> Any:
