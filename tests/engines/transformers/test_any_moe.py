@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
 from polymoe import load
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.architectures.config import model_class
@@ -28,7 +30,7 @@ from polymoe.checkpoint.calibration import Texts
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.quantize import quantize_checkpoint
 from polymoe.engines.transformers import PackedExperts, calibrate
-from polymoe.errors import PolymoeError
+from polymoe.errors import PolymoeError, UnsupportedProblem
 from polymoe.formats import FORMATS
 from polymoe.problem.tensors import Expert
 from support.tiny_models import KNOWS_CONVERSIONS, architectures, tiny_config
@@ -50,8 +52,9 @@ def build(model_type: str) -> Any:
     """A random model in float32, whose weights bfloat16 can hold."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
+    tags = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)] if model_type == "openai_privacy_filter" else None
     try:
-        model = model_class(config)._from_config(config, dtype=torch.float32).eval()
+        model = (tags or model_class(config))._from_config(config, dtype=torch.float32).eval()
     except ModuleNotFoundError as error:
         pytest.skip(f"{model_type}: {error}")
     with torch.no_grad():
@@ -101,6 +104,23 @@ def test_bf16(model_type: str, tmp_path: Path) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.float() if buffer.is_floating_point() else buffer
     assert error(logits(loaded), logits(model)) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["diffusion_gemma", "openai_privacy_filter"])
+def test_models_for_other_tasks_take_the_experts_implementation(model_type: str) -> None:
+    model, ids = build(model_type), torch.tensor([[3, 5, 8, 13, 2, 7]])
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model_type == "diffusion_gemma" else {})}
+    rounded = copy.deepcopy(model)
+    for module in rounded.modules():
+        if has_interface(module):
+            module.bfloat16()
+    model.set_experts_implementation("polymoe")
+    with torch.inference_mode(), pytest.raises(UnsupportedProblem, match="float32"):  # polymoe is what runs
+        model(**inputs)
+    model.set_experts_implementation("eager")
+    rounded.set_experts_implementation("polymoe")
+    with torch.inference_mode():
+        assert error(rounded(**inputs).logits, model(**inputs).logits) < 1e-4
 
 
 PER_EXPERT = re.compile(r".*[._]experts?\.\d+\.\w+\.weight")
