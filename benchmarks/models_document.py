@@ -46,8 +46,8 @@ Kimi K2, Kimi K2.5, DeepSeek V4.1 and Llama-4 are known besides: Transformers ha
 experts interface, or not at all.
 
 Releases store the experts one by one ("one by one") or all of a layer in one tensor ("stacked"). The
-second table has the exceptions. By `experts_implementation="polymoe"` two of them run all the same: `diffusion_gemma` and
-`openai_privacy_filter`, as the same test shows.
+second table has the exceptions. By `experts_implementation="polymoe"` two of them run all the same: `diffusion_gemma`
+and `openai_privacy_filter`, as the same test shows.
 
 | experts compute | stored by releases | model types |
 |---|---|---|
