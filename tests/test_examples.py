@@ -109,6 +109,13 @@ def test_tensor_parallel(way: str) -> None:
     assert "123+456=579" in done.stdout, done.stderr
 
 
+def test_the_task_of_lm_eval_names_fields_of_its_file() -> None:
+    """``tests/evaluate/test_lm_eval.py`` runs it where lm-eval is installed."""
+    task = pytest.importorskip("yaml").safe_load((EXAMPLES / "lm_eval" / "sums.yaml").read_text(encoding="utf-8"))
+    first = (ROOT / task["dataset_kwargs"]["data_files"]["test"]).read_text(encoding="utf-8").splitlines()[0]
+    assert [task["doc_to_text"], task["doc_to_target"]] == [f"{{{{{name}}}}}" for name in json.loads(first)]
+
+
 def test_each_has_a_row_in_the_table_and_a_test() -> None:
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     assert set(re.findall(r"^\| \[(\S+)\]", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)) == programs
