@@ -7,8 +7,8 @@
 
 A variant is the kernels' own sources with a few words exchanged and another tile. ``run`` compares each with the
 reference before it is timed, and prints microseconds: of the whole layer, and of its launches up to the first, the
-second and the third. Names with ``pipeline`` (stages are filled, nothing is multiplied), ``math`` (the other way
-round) and ``no-decoding`` are lower bounds for the others, and their results are wrong.
+second and the third. Names with ``pipeline`` (stages are filled, nothing is multiplied) and ``math`` (the other way
+round) are lower bounds for the others, and their results are wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Module
 from polymoe.kernels.cuda.modules import kernel as shipped_kernel
 from polymoe.kernels.cuda.pipelines import CtaTile
-from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A8_SHARED, W4A16_MMA, W4A16_WGMMA, KernelFamily
+from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
@@ -99,11 +99,24 @@ def _promoted(columns: int) -> Changes:
     return (("gemm/w4a8_rows.cuh", "kPromoted = 256;", f"kPromoted = {columns};"),)
 
 
-COMPUTED: Changes = tuple(
-    ("gemm/w4a8_rows.cuh", f"ld_shared_v2(lut + {byte}(offsets));", f"e2m1_magnitudes({byte}(offsets));")
-    for byte in ("extract_byte<HALF * 2>", "extract_byte<HALF * 2 + 1>")
+_MAGNITUDES = """// Right up to step 11, below which E4M3 is subnormal, and for step 15 of zeros.
+__device__ __forceinline__ uint2 e2m1_magnitudes(uint32_t offset) {
+    return make_uint2(0x6C686000u - offset * 0x01010100u, 0x7C787470u - offset * 0x01010101u);
+}
+
+"""
+COMPUTED: Changes = (
+    ("gemm/w4a8_rows.cuh", "// How a format's codes become", f"{_MAGNITUDES}// How a format's codes become"),
+    *(
+        (
+            "gemm/w4a8_rows.cuh",
+            f"ld_shared_v2(lut + extract_byte<{part}>(offsets));",
+            f"e2m1_magnitudes(extract_byte<{part}>(offsets));",
+        )
+        for part in ("HALF * 2", "HALF * 2 + 1")
+    ),
 )
-"""Magnitudes are computed, not looked up: right up to step 11."""
+"""Magnitudes are computed, not looked up."""
 MULTIPLIED: Changes = (
     ("dequant/fp4.cuh", "    a[1] = (word << 4) & mask;\n", "    a[1] = (word * powers[0]) & mask;\n"),
     ("dequant/fp4.cuh", "((word << 6) & 0x80C080C0u)", "((word * powers[2]) & 0x80C080C0u)"),
@@ -114,11 +127,6 @@ MULTIPLIED: Changes = (
     ),
 )
 """Two of the shifts as multiplications."""
-
-
-QUEUE: Changes = (("gemm/w4a8_shared.cuh", ", false, ExpertTiles<kNBlocks>>", ">"),)
-"""The tiles of a work tile after each other."""
-NO_DECODING: Changes = (("gemm/w4a8_shared.cuh", "                decoder.decode(stage);\n", ""),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ class Variant:
     @property
     def proven(self) -> bool:
         """Whether results are meant to be right."""
-        return self.changes not in (PIPELINE, PIPELINE_E4M3, MATH, NO_DECODING)
+        return self.changes not in (PIPELINE, PIPELINE_E4M3, MATH)
 
 
 def _wgmma(
@@ -154,7 +162,6 @@ def _wgmma(
 
 _e4m3 = partial(_wgmma, family=W4A8)
 _rows = partial(_wgmma, family=W4A8_ROWS)
-_shared = partial(_wgmma, 128, (2, 2, 2), (64,), (4096, 8192), family=W4A8_SHARED)
 
 
 def _mma(block_m: int, tokens: tuple[int, ...], changes: Changes = ()) -> Variant:
@@ -213,11 +220,6 @@ VARIANTS: dict[str, Variant] = {
     "e4m3-112": _e4m3(112, (2, 2, 2), (64, 80, 96), MANY),
     "e4m3-64-ping-pong": _e4m3(64, (4, 1, 4), (32, 48), SOME, changes=PING_PONG),
     "e4m3-128-no-ping-pong": _e4m3(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=NO_PING_PONG),
-    # Decoded to shared memory.
-    "shared": _shared(),
-    "shared-queue": _shared(changes=QUEUE),
-    "shared-math": _shared(changes=MATH),
-    "shared-no-decoding": _shared(changes=NO_DECODING),
     # One scale a row of x.
     "rows-128": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY),
     "rows-128-512": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=_promoted(512)),
@@ -322,9 +324,7 @@ def _layout(variant: Variant) -> tuple[str, str]:
     """The layout of weights, and how x is quantized."""
     if variant.family is W4A8_ROWS:
         return "w4a8_fragments", "fp8_token"
-    if variant.family in (W4A8, W4A8_SHARED):
-        return "w4a8_fragments", "fp8_group128"
-    return "w4a16_fragments", "16bit"
+    return ("w4a8_fragments", "fp8_group128") if variant.family is W4A8 else ("w4a16_fragments", "16bit")
 
 
 def _call(

@@ -24,14 +24,12 @@ from support.cuda_calls import (
     pack,
     same_experts,
     same_in_any_batch,
-    same_in_both,
 )
 from support.problems import GPT_OSS, problem_of, random_call
 
 EVERY = [
     *(CudaConfig("w4a8", rows) for rows in W4A8.tiles),
     *(CudaConfig("w4a8", 128, narrow_m=rows) for rows in (32, 64)),
-    CudaConfig("w4a8_shared", 128),
 ]
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 MOST = 5e-3
@@ -66,16 +64,6 @@ def test_activations_and_dtypes_of_x(dtype: torch.dtype, activation: Any) -> Non
     for tokens in (9, 200):
         call = random_call(tokens, 1024, 5, dtype=dtype)
         on_gpu(weights, *call, activation=activation, most=MOST, **E4M3)
-
-
-@pytest.mark.parametrize("tokens", [1, 60, 700, 3000])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 512), (2880, 704), (4160, 320)])
-def test_bits_do_not_depend_on_where_weights_are_decoded(hidden: int, intermediate: int, tokens: int) -> None:
-    weights = same_experts(hidden=hidden, intermediate=intermediate, bias=True)
-    one, other = CudaConfig("w4a8", 128), CudaConfig("w4a8_shared", 128)
-    same_in_both(
-        weights, *random_call(tokens, hidden, 5, dtype=torch.bfloat16), one, other, "fp8_group128", activation=GPT_OSS
-    )
 
 
 def test_against_exact_float32() -> None:

@@ -49,8 +49,7 @@ def libraries() -> Any:
 
     def by_unit(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
         kinds = ["bf16"] if format == "bf16" else ["w4a16_mma", "w4a16_mma_ordered", "w4a16_wgmma"]
-        rounded = ["quantize", f"w4a8_{format}", f"w4a8_shared_{format}"]
-        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else rounded
+        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["quantize", f"w4a8_{format}"]
         for unit in ("permute", "finalize", *units):
             found[unit] = found.get(unit) or compile_unit(unit)
         return found

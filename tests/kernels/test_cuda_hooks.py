@@ -42,7 +42,6 @@ def _hooked(unit: str) -> object:
         ("mxfp4", "16bit", CudaConfig("w4a16_mma", 8, 64)),
         ("mxfp4", "16bit", CudaConfig("w4a16_wgmma", 64)),
         ("mxfp4", "fp8_group128", CudaConfig("w4a8", 32)),
-        ("mxfp4", "fp8_group128", CudaConfig("w4a8_shared", 128)),
         ("mxfp4", "fp8_token", CudaConfig("w4a8_rows", 32)),
         ("fp8_block128", "fp8_group128", CudaConfig("w8a8", 160)),
         ("fp8_block128", "fp8_group128", CudaConfig("w8a8_f16", 32)),

@@ -143,8 +143,6 @@ class WarpgroupPipeline:
         row_bytes: further bytes for each row of x in a stage.
         scratch_bytes, scratch_row_bytes: bytes of dynamic shared memory after the stages, and per row of x.
         static_bytes, static_row_bytes: bytes of static shared memory, and per row of x.
-        decodes: whether a warpgroup of its own decodes weights to bytes in the stage, behind the rest, for the
-            consumers.
     """
 
     x_bytes: int
@@ -153,7 +151,6 @@ class WarpgroupPipeline:
     scratch_row_bytes: int = 0
     static_bytes: int = STATIC_BYTES
     static_row_bytes: int = 0
-    decodes: bool = False
     meaning: ClassVar = (
         "consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
         "// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."
@@ -161,15 +158,14 @@ class WarpgroupPipeline:
 
     def threads(self, tile: CtaTile) -> int:
         """Return the threads of a CTA."""
-        return tile.warpgroups * 128 + (256 if self.decodes else 128)
+        return tile.warpgroups * 128 + 128
 
     def stage_bytes(self, weights: WeightFormat, tile: CtaTile) -> int:
-        """Return the bytes of a stage: codes and scales of weights, x and its scales, and decoded weights."""
+        """Return the bytes of a stage: codes and scales of weights, x and its scales."""
         codes = tile.block_k // weights.columns * _BLOCK_BYTES
         scales = -(-tile.block_k // (weights.columns * weights.scale_blocks)) * weights.scale_bytes
         x = tile.block_m * (tile.k_blocks * self.x_bytes + self.row_bytes)
-        decoded = tile.block_n * tile.block_k if self.decodes else 0
-        return round_up(tile.block_n // 64 * (codes + scales) + x, ALIGNMENT) + decoded
+        return round_up(tile.block_n // 64 * (codes + scales) + x, ALIGNMENT)
 
     def variants(self, part: str) -> tuple[str, ...]:
         """Return the names of a part's variants: there is one, without a name."""

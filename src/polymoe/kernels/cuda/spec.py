@@ -44,7 +44,6 @@ __all__ = [
     "TILE_ROWS",
     "W4A8",
     "W4A8_ROWS",
-    "W4A8_SHARED",
     "W4A16_MMA",
     "W4A16_MMA_ORDERED",
     "W4A16_MMA_TILED",
@@ -167,9 +166,8 @@ class KernelFamily:
         even_tiles: whether an expert's work tiles have about as many rows each.
         wider_down: whether the down projection may run with a larger ``block_m``.
         narrow: pairs of ``block_m`` and ``narrow_m`` with which work tiles of few rows have launches of their own.
-        choices: tiles by rows per expert, ascending; empty if only ``polymoe tune`` chooses the family. Of families for
-            the same weights, those for fewer rows come first in the table. Beyond all choices, the last family runs
-            with its largest tile.
+        choices: tiles by rows per expert, ascending. Of families for the same weights, those for fewer rows come first
+            in the table. Beyond all choices, the last family runs with its largest tile.
         shorter: replacement tiles for calls where they fill the SMs better, or None.
         fills: fewest tiles of gate and up for each SM with which the family is faster than ``otherwise``.
         otherwise: name of the family that is taken for fewer tiles where it may be used.
@@ -387,9 +385,6 @@ W4A16_WGMMA = KernelFamily(
 )
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
-_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
-_QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a tile for each of eight warps
-
 # With a gate, 256 rows of weights are 128 columns of h, which share a scale. Scratch memory contains a table of
 # magnitudes, and the amax of each row of h for three alternating tiles. Fitted to 1 to 256 tokens of DeepSeek-V4-Flash
 # (up to 6 rows), 512 and 1024 (24), 2048 (48), and more.
@@ -423,27 +418,6 @@ W4A8 = KernelFamily(
     output_weight_only=True,
 )
 """MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
-
-# Scratch memory contains the table of w4a8. Static memory contains a barrier more for each stage, and the amax of each
-# row of h for two warpgroups and two alternating tiles. It never ran on a GPU: rates are those predicted
-# (benchmarks/experiments/w4a8/both-operands-shared.md).
-W4A8_SHARED = replace(
-    W4A8,
-    name="w4a8_shared",
-    tiles=_tiles(CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(64,))),
-    warps=WarpgroupPipeline(
-        x_bytes=E4M3_ROW_BYTES // 2,
-        scratch_bytes=128,
-        static_bytes=_BARRIER_BYTES + _QUEUE_BYTES + 8 * MAX_STAGES,
-        static_row_bytes=16,
-        decodes=True,
-    ),
-    wider_down=False,
-    narrow=(),
-    choices=(),
-    rates=Rates(bandwidth=0.96, math=0.69, fixed_us=20.0),
-)
-"""The same with weights decoded to shared memory, for many rows per expert."""
 
 # Scratch memory contains a table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
 # main loop is as many stages as are added up in E4M3, so a stage has 128 columns: of INT4 one group, whose scale is in
@@ -537,6 +511,9 @@ BF16 = KernelFamily(
     rates=Rates(bandwidth=0.99, math=1.6, fixed_us=12.0, l2_math=0.6),
 )
 """bfloat16 weights, read by ``wgmma`` as they are."""
+
+_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
+_QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a tile for each of eight warps
 
 # A warp's blocks are 32 rows by 128 columns of weights. Fitted to 1 to 32 tokens of DeepSeek-V3 TP8: the fastest up to
 # 4 (1.05 rows), at 8 (1.11) no longer. K is split between warps. Where w8a8_f16 has tiles of 256 rows for 0.65 of the
@@ -700,7 +677,7 @@ W8A8_CHANNEL = _by_channel(
 KERNEL_FAMILIES: dict[str, KernelFamily] = {
     family.name: family
     for family in (
-        *(W4A16_MMA_ORDERED, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_SHARED, W4A8_ROWS),
+        *(W4A16_MMA_ORDERED, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS),
         *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
         *(W8A8_MMA, W8A8_MMA_ORDERED, W8A8_F16, W8A8, W8A8_SHARED),
         *(W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),

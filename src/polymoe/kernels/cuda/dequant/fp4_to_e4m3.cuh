@@ -24,13 +24,6 @@ __device__ __forceinline__ uint64_t e2m1_lut(int step) {
     return bytes;
 }
 
-// An entry for a step of at most kComputedStep, computed: E4M3 is subnormal below. `offset` is that into the table.
-constexpr int kComputedStep = 11;
-
-__device__ __forceinline__ uint2 e2m1_magnitudes(uint32_t offset) {
-    return make_uint2(0x6C686000u - offset * 0x01010100u, 0x7C787470u - offset * 0x01010101u);
-}
-
 // Eight codes of a row: columns 4t to 4t + 3, and those 16 further on. 7 instructions.
 __device__ __forceinline__ void dequant_e2m1_to_e4m3(uint32_t& first, uint32_t& second, uint32_t word, uint2 lut) {
     const uint32_t selector = word & 0x77777777u;

@@ -62,10 +62,11 @@ __device__ __forceinline__ void add_bias(const GemmArgs& args, RowSums<BLOCK_M>&
     }
 }
 
-// The activation: h replaces the gate's sums.
+// Biases and the activation: h replaces the gate's sums.
 template <int BLOCK_M>
 __device__ __forceinline__ void activate_row_sums(const GemmArgs& args, RowSums<BLOCK_M>& acc, WorkTile tile,
                                                   int n_block) {
+    add_bias<kGateUp, BLOCK_M>(args, acc, tile, n_block);
     const int first = first_column<kGateUp>(n_block);
     for_activation<kGateUp>(args, [&](auto evaluates) {
         for_lane_rows<BLOCK_M>(tile, [&](int m, int i, int row) {
@@ -96,8 +97,8 @@ __device__ __forceinline__ uint2 transpose_quad(uint32_t first, uint32_t second)
 }
 
 // The activation, and 64 columns of h of both warpgroups' 128, which share a scale. `maxima`: of each warpgroup's rows,
-// of a buffer that alternates from tile to tile. WHOLE: columns are a multiple of 128.
-template <int BLOCK_M, bool WHOLE = true>
+// of a buffer that alternates from tile to tile.
+template <int BLOCK_M>
 __device__ __forceinline__ void store_h_tiles(const GemmArgs& args, RowSums<BLOCK_M>& acc, WorkTile tile, int n_block,
                                               float (&maxima)[w8::kWarpgroups][BLOCK_M]) {
     const int warpgroup = threadIdx.x / 128, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void store_h_tiles(const GemmArgs& args, RowSums<BLOC
         if (t == 0) maxima[warpgroup][row] = most;
     });
     named_barrier_sync(1, w8::kWarps * 32);
-    const int padded = padded_rows(tile.rows), blocks = (args.n + (WHOLE ? 0 : 255)) / 256, block = n_block / 4;
+    const int padded = padded_rows(tile.rows), blocks = args.n / 256, block = n_block / 4;
     uint8_t* out = static_cast<uint8_t*>(args.out) + static_cast<long long>(tile.padded_row) * blocks * kE4m3RowBytes;
     float* scales = reinterpret_cast<float*>(out + blocks * padded * 128) + block * padded;
     out += block * padded * 128 + t % 2 * 8;
@@ -137,17 +138,16 @@ __device__ __forceinline__ void store_h_tiles(const GemmArgs& args, RowSums<BLOC
     });
 }
 
-// y. `groups`: of the 16 times 8 rows of weights, those that there are.
+// y, with its bias.
 template <int BLOCK_M>
-__device__ __forceinline__ void store_y_rows(const GemmArgs& args, RowSums<BLOCK_M>& acc, WorkTile tile, int n_block,
-                                             int groups = 16) {
+__device__ __forceinline__ void store_y_rows(const GemmArgs& args, RowSums<BLOCK_M>& acc, WorkTile tile, int n_block) {
+    add_bias<kDown, BLOCK_M>(args, acc, tile, n_block);
     const int first = first_column<kDown>(n_block);
     for_lane_rows<BLOCK_M>(tile, [&](int m, int i, int row) {
         if (row >= tile.rows) return;
         uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(tile.row + row) * args.n + first;
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            if (j >= groups) break;
             const int column = lane_column<kDown>(j);
             float* y = &acc[m][4 * j + 2 * i];
 #pragma unroll

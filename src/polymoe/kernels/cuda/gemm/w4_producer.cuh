@@ -68,8 +68,7 @@ __device__ __forceinline__ void end_w4(const GemmArgs& args, Pipeline& pipeline,
 
 // One thread of each of four warps: a single thread cannot issue copies fast enough. Where they gather rows of x, which
 // is by token, all lanes. `n_tiles` is the number of tiles along N.
-template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART, bool GATHERS = false,
-          class Taker = TileTaker<N_BLOCKS>>
+template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART, bool GATHERS = false>
 __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int producer,
                                            const LaunchOrder& order, int n_tiles) {
     using S = W4Stage<F, X, N_BLOCKS, BLOCK_M, K_BLOCKS>;
@@ -83,7 +82,8 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
     const int total = order.work_tiles * n_tiles;
     WaitForX wait_for_x{order.waited<PART>()};
     bool idle = true;
-    Taker taker(args, total, n_tiles, static_cast<int>(blockIdx.x) < args.tiles->ctas ? blockIdx.x : total);
+    TileTaker<N_BLOCKS> taker(args, total, n_tiles,
+                              static_cast<int>(blockIdx.x) < args.tiles->ctas ? blockIdx.x : total);
     const auto next_tile = [&] {
         QueuedTile queued;
         if (takes) queued = take_tile(taker, queue, pipeline);

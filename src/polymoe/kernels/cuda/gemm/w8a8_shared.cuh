@@ -1,8 +1,10 @@
 // E4M3 weights and E4M3 rows, multiplied as they are, both from shared memory, for many rows.
 //
 // As in w8a8.cuh, sums of 128 columns are multiplied by the scales of 128 x 128 weights and of 128 columns of a row of
-// x, and accumulated in float32 (shared_mainloop.cuh). One persistent CTA per SM walks over the tiles (a work tile by
-// 256 rows of weights, 128 for each of two consumer warpgroups). Producer warps keep a pipeline full.
+// x, and accumulated in float32. Here M of the MMA runs over rows of x, and N over rows of weights: of 64 rows of x a
+// thread has sums of two, so that it needs few scales, and neither operand passes through registers. One persistent CTA
+// per SM walks over the tiles (a work tile by 256 rows of weights, 128 for each of two consumer warpgroups). Producer
+// warps keep a pipeline of weights, x and scales full. A warpgroup accumulates while the other's MMAs run.
 //
 // Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
 // them. y is by permuted row.
@@ -10,9 +12,8 @@
 #include "../epilogue/row_sums.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
+#include "../ptx/wgmma_e4m3.cuh"
 #include "../ptx/word_copy.cuh"
-#include "expert_tiles.cuh"
-#include "shared_mainloop.cuh"
 #include "w8a8_producer.cuh"
 #include "widths.cuh"
 
@@ -22,37 +23,69 @@ namespace w8a8_shared {
 
 using namespace w8;
 
+constexpr int kMmaRows = 64, kMmaColumns = 128;  // rows of x and of weights
+
 // 128 columns of the tile's weights, of x, and the scales.
 template <int BLOCK_M>
-struct Stage : polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16> {
-    static constexpr int kWeights = 0, kRowScales = Stage::kScales;
-};
+using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16>;
 
+// All of K for the warpgroup's rows of weights and the work tile's rows, one chain of MMAs of 128 columns for each 64
+// rows after the other.
 template <int BLOCK_M, int PART, bool TILES>
-struct Mainloop : SharedMainloop<Mainloop<BLOCK_M, PART, TILES>, Stage<BLOCK_M>, BLOCK_M> {
+struct Mainloop {
     using S = Stage<BLOCK_M>;
-    using Base = typename Mainloop::SharedMainloop;
-    using Base::pipeline;
-    uint32_t weight_scales;  // in a stage
+    RowSums<BLOCK_M>& acc;
+    Pipeline& pipeline;
+    uint32_t weights, row_scales, weight_scales;  // in a stage
 
-    __device__ __forceinline__ Mainloop(RowSums<BLOCK_M>& acc, Pipeline& pipeline) : Base(acc, pipeline) {
-        const int warpgroup = threadIdx.x / 128;
+    __device__ __forceinline__ Mainloop(RowSums<BLOCK_M>& acc, Pipeline& pipeline) : acc(acc), pipeline(pipeline) {
+        const int warp = threadIdx.x / 32, warpgroup = warp / 4, g = threadIdx.x % 32 / 4;
+        weights = warp_uniform(warpgroup * kMmaColumns * kE4m3BlockK / 16);
+        row_scales = opaque(S::kScales + (warp % 4 * 16 + g) * 4);
         weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? warpgroup * 4 : 0));
     }
 
     template <int ROWS>
     __device__ __forceinline__ void run(int k_blocks) {
-        this->template clear<ROWS>();
-        this->template add<ROWS, kE4m3BlockK>(k_blocks);
+        constexpr int kBlocks = ROWS / kMmaRows;
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+            for (int i = 0; i < kMmaColumns / 2; ++i) acc[m][i] = 0.0f;
+        }
+        for (int left = k_blocks; left > 0; --left) {
+            const uint32_t stage = pipeline.wait_full();
+            if (!TILES) fence_proxy_async();  // x was copied by threads
+#pragma unroll
+            for (int m = 0; m < kBlocks; ++m) {
+                float sum[kMmaColumns / 2];
+                wgmma_fence();
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    const uint32_t units = smem_desc_units(stage) + part * 2;
+                    const uint64_t a = make_smem_desc_units(units + (S::kX + m * kMmaRows * 128) / 16);
+                    const uint64_t b = make_smem_desc_units(units + weights);
+                    if (part == 0) {
+                        WgmmaE4m3<kMmaColumns>::set(sum, a, b);
+                    } else {
+                        WgmmaE4m3<kMmaColumns>::add(sum, a, b);
+                    }
+                }
+                wgmma_commit();
+                float scales[2][2];  // of rows g and g + 8, times those of gate and of up
+                load_scales(stage, m, scales);
+                wgmma_wait<0>();
+                if (m == kBlocks - 1) mbarrier_arrive(pipeline.empty_barrier());
+#pragma unroll
+                for (int i = 0; i < kMmaColumns / 2; ++i) {
+                    materialize(sum[i]);
+                    acc[m][i] = fmaf(sum[i], scales[i / 2 % 2][i / 4 % 2], acc[m][i]);
+                }
+            }
+            pipeline.advance();
+        }
     }
 
-    __device__ __forceinline__ uint32_t wait() const {
-        const uint32_t stage = pipeline.wait_full();
-        if (!TILES) fence_proxy_async();  // x was copied by threads
-        return stage;
-    }
-
-    // Scales of rows times those of gate and of up, or of the warpgroup's weights.
     __device__ __forceinline__ void load_scales(uint32_t stage, int m, float (&scales)[2][2]) const {
         float of_weights[2];
         if constexpr (PART == kDown) {
@@ -63,13 +96,48 @@ struct Mainloop : SharedMainloop<Mainloop<BLOCK_M, PART, TILES>, Stage<BLOCK_M>,
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float of_row = this->row_scale(stage, m, i);
+            const float of_row = __uint_as_float(ld_shared(stage + row_scales + (m * kMmaRows + i * 8) * 4));
 #pragma unroll
             for (int j = 0; j < 2; ++j) scales[i][j] = of_row * of_weights[j];
         }
     }
+};
 
-    __device__ __forceinline__ void release() const { mbarrier_arrive(pipeline.empty_barrier()); }
+// As TileTaker, in another order: of each kAtOnce work tiles, those of an expert have the same rows of weights one
+// after the other. At about the same time then, so that the L2 cache has what the first of them reads.
+struct ExpertTiles {
+    static constexpr int kAtOnce = 8;
+    const GemmArgs& args;
+    int total, n_tiles, next, n_tile;
+    WorkTile rows;
+
+    __device__ __forceinline__ ExpertTiles(const GemmArgs& args, int total, int n_tiles, int first)
+        : args(args), total(total), n_tiles(n_tiles), next(first), n_tile(0), rows{} {
+        look_up();
+    }
+
+    __device__ __forceinline__ int n_block() const { return n_tile * (kTileBytes / kBlockBytes); }
+
+    __device__ __forceinline__ void look_up() {
+        if (next >= total) return;
+        const int group = next / (kAtOnce * n_tiles) * kAtOnce, count = min(kAtOnce, total / n_tiles - group);
+        int experts[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) experts[i] = args.work_tiles[group + min(i, count - 1)].expert;
+        // Of the work tiles up to the one that next / n_tiles counts: the first of its expert, and of the next expert.
+        const int index = next / n_tiles - group;
+        int begin = 0, end = count;
+#pragma unroll
+        for (int i = 1; i < kAtOnce; ++i) {
+            if (i < count && experts[i] != experts[i - 1]) {
+                if (i <= index) begin = i;
+                if (i > index) end = min(end, i);
+            }
+        }
+        const int inner = next - (group + begin) * n_tiles, of_expert = end - begin;
+        n_tile = inner / of_expert;
+        rows = args.work_tiles[group + begin + inner % of_expert];
+    }
 };
 
 // All that a stage needs, 128 columns of the tiles at a time. Where rows of x are gathered, so are their scales, one by
@@ -150,13 +218,13 @@ __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
         pipeline.parity = 1;
         begin_x<PART>();
         Producer producer(args, pipeline, threadIdx.x - kWarps * 32);
-        producer.template run<ExpertTiles<kTileBytes / kBlockBytes>>(queue, total, n_tiles);
+        producer.template run<ExpertTiles>(queue, total, n_tiles);
         return;
     }
     reg_alloc<224>();
     pipeline.parity = 0;
     const int warpgroup = warp / 4, n_blocks = args.n / 64;
-    RowSums<BLOCK_M> acc;
+    float acc[BLOCK_M / kMmaRows][kMmaColumns / 2];
     int buffer = 0;  // of maxima
     queue.consume(pipeline, total, [&](QueuedTile queued) {
         const WorkTile tile = queued.rows;
@@ -165,7 +233,6 @@ __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
             tile.rows, [&](auto width) { mainloop.template run<decltype(width)::value>(args.k / kE4m3BlockK); });
         const int n_block = queued.n_block + warpgroup * kNBlocks;
         if (n_block >= n_blocks) return;
-        add_bias<kPart, BLOCK_M>(args, acc, tile, n_block);
         if constexpr (PART == kDown) {
             store_y_rows<BLOCK_M>(args, acc, tile, n_block);
         } else {
