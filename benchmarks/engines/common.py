@@ -36,6 +36,7 @@ from polymoe.machine import Machine  # noqa: E402
 
 BATCHES = (1, 16, 64, 256)
 DECODE_STEPS = 64
+EXPERT_MEMORY = "POLYMOE_EXPERT_MEMORY"
 PREFILL = 8192
 LAYERS = 12
 LIMIT_S = 420
@@ -497,6 +498,13 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
         "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or, for speed, the engine's names"
     )
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, and torch.compile in vLLM")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=list(BATCHES),
+        help="of decode steps (default: %(default)s); vLLM only",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="engines that run longer, all together, are ended"
@@ -524,6 +532,7 @@ def recorder(args: argparse.Namespace) -> Record:
         "ep": args.ep,
         **({"dp": args.dp} if args.dp > 1 else {}),
         **({"batch_invariant": True} if _batch_invariant(args) else {}),
+        **({"expert_memory": os.environ[EXPERT_MEMORY]} if EXPERT_MEMORY in os.environ else {}),
     }
 
     def record(row: dict[str, Any]) -> None:

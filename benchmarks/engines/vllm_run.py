@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us
+from engines.common import DECODE_STEPS, MODELS, PREFILL, Record, busy_us
 
 from engines import common
 
@@ -131,19 +131,19 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
             trace = json.loads(Path(folder, "trace.json").read_text())
             return common.intervals(trace, "vllm::moe_forward")
 
-    for batch in BATCHES:  # kernels are compiled now, while other engines start
+    for batch in request["batches"]:  # kernels are compiled now, while other engines start
         generate(batch, 16, 4)
     generate(1, PREFILL, 1)
     common.measure_alone()
     if request["eager"]:
-        for batch in BATCHES:
+        for batch in request["batches"]:
             calls, _ = traced(batch, 16, 5)
             times = sorted(map(busy_us, calls[request["layers"] :]))  # the first are the prompts' own
             found[f"moe_us_{batch}"] = round(times[len(times) // 2], 1)
         times = sorted(map(busy_us, traced(1, PREFILL, 1)[0]))
         found["moe_us_prefill"] = round(times[len(times) // 2], 1)
         return found | common.floors(request["case"])
-    for batch in BATCHES:
+    for batch in request["batches"]:
         times = [generate(batch, 16, 1 + DECODE_STEPS) - generate(batch, 16, 1) for _ in range(5)]
         found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[2], 1)
         few, many = (busy_us(traced(batch, 16, steps)[1]) for steps in (2, 18))
@@ -240,15 +240,15 @@ def run_speed(args: Namespace, record: Record) -> None:
         for backend in args.backends:
             settings = {
                 "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": not args.graphs,
-                "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
+                "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(args.batches),
                 "gpu_memory_utilization": 0.8, **memory, **parallel(args), **args.settings,
             }  # fmt: skip
             if args.graphs:
-                settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
+                settings["compilation_config"] = {"cudagraph_capture_sizes": args.batches}
             if backend not in ("polymoe", "auto"):
                 settings["moe_backend"] = backend
             request = {"what": "speed", "settings": settings, "case": args.case}
-            request |= {"layers": args.layers, "eager": not args.graphs}
+            request |= {"layers": args.layers, "eager": not args.graphs, "batches": args.batches}
             mode = "require" if backend == "polymoe" else "0"
             running[pool.submit(one, request, environment(args, mode))] = backend
         common.record_speed(running, args, record)
