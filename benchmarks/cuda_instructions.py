@@ -80,12 +80,10 @@ def _family(format: str, of_4_bits: KernelFamily, of_8_bits: KernelFamily) -> Ke
 def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> dict[int, float]:
     """Of a w4a16_mma or w8a16_mma kernel that divides K between warps: instructions for eight weights of a lane, by the
     rows of x that its loop multiplies."""
-    # Two tiles of 16 rows by 64 columns, or 32 of 8 bits, are eight words; kernels for 16 rows have a loop for 8 too.
-    # The compiler may unroll them.
+    # Two tiles of 16 rows by 64 columns, or 32 of 8 bits, are eight words. The compiler may unroll the loop.
     family, steps = _family(format, W4A16_MMA, W8A16_MMA), 2 if format == "mxfp8" else 4
     found = disassembled(family.unit(format), family.kernel(part, block_m, "n64"), target)
-    # Once for each block: the wait for a stage, for which SM80 has no instruction, or there the arrival after it.
-    once = "ATOMS.ARRIVE" if target.sm80 else "PHASECHK.TRANS64.TRYWAIT"
+    once = "PHASECHK.TRANS64.TRYWAIT"  # for each block: the wait for a stage
     costs = {}
     for body in sorted(loops(found), key=len, reverse=True):  # outer ones first
         loads, products, times = (sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816", once))
@@ -147,7 +145,7 @@ def table(formats: tuple[str, ...] = FORMATS) -> str:
     lines = ["| kernel | rows of x | " + " | ".join(formats) + " |", "|---|---|" + "---|" * len(formats)]
     part = "gate_up"
     rows: list[tuple[str, list[dict[int, float]]]] = [
-        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in formats]) for block_m in (8, 16)
+        (W4A16_MMA.kernel(part, m, "n64"), [mma_costs(f, part, m) for f in formats]) for m in W4A16_MMA.tiles
     ]
     rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in formats]) for m in W4A16_WGMMA.tiles]
     rows += [
@@ -158,8 +156,8 @@ def table(formats: tuple[str, ...] = FORMATS) -> str:
     rows += [
         (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in formats])
         for t in TARGETS.values()
-        if t is not SM90
-        for m in (8, 16)
+        if t is not SM90 and W4A16_MMA.name in t.families
+        for m in W4A16_MMA.tiles
     ]
     rows += [
         (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in formats])

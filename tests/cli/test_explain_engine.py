@@ -50,7 +50,7 @@ def test_why_layers_stay_with_the_engine(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert [reason["what"] for reason in theirs["reasons"]] == ["POLYMOE_LAYERS"]
     code, out, _ = cli(*arguments[:-1], "--backend", "cuda")
     assert "layers 0-1 (AWQMoEScheme): polymoe leaves them to SGLang\n" in out
-    assert "\n  cuda: GPU: expects SM80, SM86, SM87, SM89, SM90, SM100, SM103, SM120 or SM121, got cpu\n" in out
+    assert "\n  cuda: GPU: expects SM90, SM100, SM103, SM120 or SM121, got cpu\n" in out
 
 
 def test_off(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class TestBackends:
         text = str(diagnose())
         assert "every format  accepted (CUDA graphs, never tested on rtx4090)" in text
         proofs = [line.split()[0] for line in text.splitlines() if "never tested on rtx4090" in line]
-        assert len(proofs) >= 3  # Triton's, the CUDA kernels', and the reference's
+        assert len(proofs) >= 2  # Triton's and the reference's
 
 
 class TestBroken:

@@ -106,11 +106,11 @@ def test_a_hash_does_not_change_with_comments_and_white_space(copied: Path) -> N
 
 def test_a_hash_does_not_change_with_code_for_other_gpus(copied: Path) -> None:
     sm80, path = TARGETS["sm80"], copied / "ptx/griddepcontrol.cuh"
-    before, text = [build.source_hash("permute", t, build.sources()) for t in (sm80, SM90)], path.read_text()
+    before, text = [build.source_hash("slots", t, build.sources()) for t in (sm80, SM90)], path.read_text()
     for own, changed in (("launch_dependents() {}", [True, False]), ("griddepcontrol.wait;", [False, True])):
         assert own in text
         path.write_text(text.replace(own, f"{own} ;"))
-        now = [build.source_hash("permute", t, build.sources()) for t in (sm80, SM90)]
+        now = [build.source_hash("slots", t, build.sources()) for t in (sm80, SM90)]
         assert [a != b for a, b in zip(now, before, strict=True)] == changed
 
 
@@ -178,27 +178,24 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
-    """Where whole rows of x are in shared memory: 8 of 7168 columns leave room for three stages, 16 do not."""
+    """Where whole rows of x are in shared memory: 7168 columns leave room for three stages, 14336 do not."""
     assert W4A16_MMA.fits(SM90.budget, format, "gate_up", 8, 7168)
-    assert not W4A16_MMA.fits(SM90.budget, format, "gate_up", 16, 7168)
-    assert W4A16_MMA.fits(SM90.budget, format, "gate_up", 16, 4096)
+    assert not W4A16_MMA.fits(SM90.budget, format, "gate_up", 8, 14336)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_short_k_has_kernels_of_its_own(format: str) -> None:
     """Where a stage has all columns of the down projection, and shared memory a stage for each team of warps."""
-    for block_m in W4A16_MMA.tiles:
-        for target in TARGETS.values():
-            budget = target.budget_on(99 * 1024) if target.sm80 else target.budget  # as on SM86
-            found = [W4A16_MMA.variant(budget, format, "down", block_m, k) for k in (256, 272, 512, 528)]
-            assert found == ["k256", *(["n64"] * 2 if target.name in ("sm80", "sm120") else ["k512"] * 2), "n64"]
-            assert W4A16_MMA.variant(target.budget, format, "gate_up", block_m, 256) == "n64"
+    for target in (TARGETS[name] for name in ("sm90", "sm100", "sm120")):
+        found = [W4A16_MMA.variant(target.budget, format, "down", 8, k) for k in (256, 272, 512, 528)]
+        assert found == ["k256", *(["n64"] * 2 if target.name == "sm120" else ["k512"] * 2), "n64"]
+        assert W4A16_MMA.variant(target.budget, format, "gate_up", 8, 256) == "n64"
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("config", "most_gathered_n"),
-    [(CudaConfig("w4a16_mma", 16, 64), 0), (CudaConfig("w4a16_wgmma", 64), 543), (CudaConfig("w4a16_wgmma", 64), 544)],
+    [(CudaConfig("w4a16_mma", 8, 64), 0), (CudaConfig("w4a16_wgmma", 64), 543), (CudaConfig("w4a16_wgmma", 64), 544)],
     ids=str,
 )
 def test_what_one_call_launches(
@@ -237,16 +234,14 @@ def test_what_one_call_launches(
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("part", W4A16_MMA.parts)
-@pytest.mark.parametrize("block_m", [8, 16])
-def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: int) -> None:
+def test_instructions_that_eight_weights_cost(format: str, part: str) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
     for variant in W4A16_MMA.variants(part):
-        found = instructions().disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, variant))
+        found = instructions().disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, 8, variant))
         assert not any(re.match(r"(LDL|STL)", text) for _, text in found), f"{variant} spills"
-    cost = instructions().mma_costs(format, part, block_m)
-    assert sorted(cost) == [8, 16][: block_m // 8]
-    for some, most in zip(sorted(cost), MMA_COSTS[format][block_m // 16 :], strict=False):
-        assert cost[some] <= most
+    cost = instructions().mma_costs(format, part, 8)
+    assert [*cost] == [8]
+    assert cost[8] <= MMA_COSTS[format]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -68,7 +68,7 @@ def test_structures_are_those_of_the_sources(structure: type[ctypes.Structure]) 
 
 def test_every_gpu_s_instructions_are_those_of_a_kernel() -> None:
     assert {f.instructions for f in KERNEL_FAMILIES.values()} == {"mma", "mma_tiled", "wgmma"}
-    assert all(t.families for t in TARGETS.values())
+    assert [t.name for t in TARGETS.values() if not t.families] == ["sm80"]
 
 
 def layer(family: KernelFamily, static: bool, gated: bool) -> Layer:

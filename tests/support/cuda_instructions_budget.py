@@ -19,18 +19,17 @@ def instructions() -> Any:
     return module
 
 
-# Instructions for eight weights of each lane, in kernels for 8 rows, and in those for 16 with up to 8 and with more: a
-# budget, not a wish.
+# Instructions for eight weights of each lane: a budget, not a wish.
 MMA_COSTS = {
-    "mxfp4": (19.0, 19.0, 20.5),
-    "nvfp4": (21.0, 21.5, 22.5),
-    "int4_g32": (17.5, 18.0, 19.0),
-    "int4_g128": (17.0, 17.5, 18.5),
-    "int4_g32_zp": (17.5, 18.0, 19.0),
-    "int4_g128_zp": (17.0, 17.5, 18.5),
+    "mxfp4": 19.0,
+    "nvfp4": 21.0,
+    "int4_g32": 17.5,
+    "int4_g128": 17.0,
+    "int4_g32_zp": 17.5,
+    "int4_g128_zp": 17.0,
 }
 
-CVT_COSTS = {"mxfp4": (10.0, 9.5, 11.0), "nvfp4": (14.0, 13.5, 15.0)}
+CVT_COSTS = {"mxfp4": 10.0, "nvfp4": 14.0}
 """Where instructions convert the codes and their scales."""
 
 TILED_COSTS = {"mxfp4": 11.5, "mxfp8": 22.5}

@@ -15,16 +15,12 @@ __all__ = ["TEST_TARGETS"]
 
 _BUILD = Path(__file__).parents[2] / "build/cuda"
 _IN_STAGES = replace(SM90, families=TARGETS["sm120"].families, folder=_BUILD / "x-in-stages", fp4_cvt=True)
-_SM80 = replace(_IN_STAGES, families=TARGETS["sm80"].families, folder=_BUILD / "sm80", fp4_cvt=False, sm80=True)
 
 TEST_TARGETS = {
     t.name: t
     for t in (
         replace(_IN_STAGES, name="sm90-as-sm120", budget=Budget(99 * 1024, x_in_stages=True)),
         replace(_IN_STAGES, name="sm90-as-sm100", budget=Budget(227 * 1024, x_in_stages=True)),
-        replace(_SM80, name="sm90-as-sm80", budget=Budget(163 * 1024, x_in_stages=True)),
-        replace(_SM80, name="sm90-as-sm86", budget=Budget(99 * 1024, x_in_stages=True)),
     )
 }
-"""By name: the sources as configured for SM120 and SM100, and for SM80 and SM86, which share their cubins. What an H200
-has no instruction for is computed."""
+"""By name: the sources as configured for SM120 and SM100. What an H200 has no instruction for is computed."""

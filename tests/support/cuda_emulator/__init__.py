@@ -126,7 +126,7 @@ class Emulator:
         aligned: bool = False,
     ) -> None:
         """``coarse``: E4M3 products are accumulated as Hopper does, not exactly. ``aligned``: those of 16 bits are
-        accumulated as tensor cores do from Hopper on, or with the macro for SM80 as there."""
+        accumulated as tensor cores do from Hopper on."""
         for library in libraries.values():
             library.set_sums(coarse, aligned)
         self.libraries, self.seed, self.made = libraries, seed, []

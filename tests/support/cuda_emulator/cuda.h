@@ -330,14 +330,8 @@ inline float add_at_once(float sum, const float* a, const float* b) {
     return static_cast<float>(ldexp(static_cast<double>(units / (1L << cut)), unit + cut));
 }
 
-// 16 products: from Hopper on with 25 bits, on Ampere and Ada in two steps with 24.
-inline float add_aligned(float sum, const float* a, const float* b) {
-#ifdef POLYMOE_SM80
-    return add_at_once<8, 24>(add_at_once<8, 24>(sum, a, b), a + 8, b + 8);
-#else
-    return add_at_once<16, 25>(sum, a, b);
-#endif
-}
+// 16 products, from Hopper on.
+inline float add_aligned(float sum, const float* a, const float* b) { return add_at_once<16, 25>(sum, a, b); }
 
 // Where emulated kernels spend their time.
 __attribute__((optimize("O3"), noinline)) inline void add_multiples(float* sums, const float* values, float by, int n) {

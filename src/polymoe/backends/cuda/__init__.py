@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels for SM80 to SM89, SM90, SM100 and SM120, compiled ahead of time."""
+"""The CUDA backend: kernels for SM90, SM100 and SM120, compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ A call with few tokens has four launches: the permutation, gate and up with the 
 With up to 32 expanded rows the GEMMs sort the rows themselves, so there are three launches, except with bfloat16
 weights. With many rows per expert, or with E4M3 activations, a fifth launch copies x into permuted tiles or rounds it
 to E4M3. If h has one scale per row, a sixth launch rounds h. With bfloat16 weights, gate and up gather rows of x where
-they lie, and so they do with 4-bit and MXFP8 weights where they have few rows of weights. From SM90 on, each launch
-starts before the previous one ends. ``kernels/cuda/spec.py`` lists the kernels and the numbers of rows for which each
-is used.
+they lie, and so they do with 4-bit and MXFP8 weights where they have few rows of weights. Each launch starts before the
+previous one ends. ``kernels/cuda/spec.py`` lists the kernels and the numbers of rows for which each is used.
 """
 
 from __future__ import annotations
@@ -163,9 +162,8 @@ class Cuda(BackendBase):
         family, capability = config.kernels, machine.device.capability
         assert capability is not None
         target = target_for(capability)
-        rates = family.rates_sm80 if target.sm80 and family.rates_sm80 else family.rates
-        slower = target.mma_sync_rate if rates.mma_sync else 1.0
-        return Prediction(rates.time_us(c.memory_us, c.compute_us / slower, c.mean_rows), "cost model")
+        slower = target.mma_sync_rate if family.rates.mma_sync else 1.0
+        return Prediction(family.rates.time_us(c.memory_us, c.compute_us / slower), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""

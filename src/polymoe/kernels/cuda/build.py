@@ -18,7 +18,6 @@ from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, MAX_STA
 from polymoe.kernels.cuda.spec import (
     KERNEL_FAMILIES,
     PARTS,
-    SM80_COPY_WARPS,
     TILE_ROWS,
     W4_FORMATS,
     KernelFamily,
@@ -64,7 +63,6 @@ def _header() -> str:
         "kMmaStageBlocks": TeamPipeline.stage_blocks,
     }
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
-    lines.append(f"#ifdef POLYMOE_SM80\nconstexpr int kCopyWarps = {SM80_COPY_WARPS};\n#endif\n")
     for name, weights in W4_FORMATS.items():
         if name.endswith("_zp"):  # twice the bytes of the same without zero points: dequant/int4.cuh
             continue
@@ -92,8 +90,6 @@ def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
     cpp = weights.cvt if cvt else weights.cpp
     for part in family.parts:
         for block_m, tile in family.tiles.items():
-            if block_m % 8:
-                continue  # runs in the kernel for the next multiple of 8
             for variant in family.variants(part):
                 numbers = map(str, family.warps.template(weights, tile, variant))
                 arguments = ", ".join(filter(None, (family.scales, cpp, PARTS[part], *numbers)))

@@ -62,7 +62,7 @@ def kernel(unit: str, name: str, target: Target) -> Kernel:
     Raises:
         DriverError: if the driver cannot load it.
     """
-    return _module(unit, target).kernel(name, chained=not target.sm80)
+    return _module(unit, target).kernel(name, chained=target.chained)
 
 
 @cache

@@ -240,9 +240,7 @@ class TeamPipeline:
     consumer_warps: ClassVar = 16
     producer_warps: ClassVar = 2
     stage_blocks: ClassVar = 8
-    meaning: ClassVar = (
-        "rows of x in multiples of 8, block_n, teams of warps, bytes of a stage, and whether sums are\n// ordered."
-    )
+    meaning: ClassVar = "block_n, teams of warps, bytes of a stage, and whether sums are ordered."
 
     def threads(self, tile: CtaTile) -> int:
         """Return the threads of a CTA: one producer warp for weights, one for x, and the consumers."""
@@ -277,7 +275,7 @@ class TeamPipeline:
     def _pipeline(self, budget: Budget, weights: WeightFormat, variant: TeamVariant, tile: CtaTile, k: int) -> Pipeline:
         stage, block_m, splits = self.stage_bytes(weights, tile), tile.block_m, variant.teams == 1
         # Partial sums of 32 rows by 8 rows of x per warp.
-        beside = (self.consumer_warps * round_up(block_m, 8) // 8 * 1024 if splits else 0) + 128
+        beside = (self.consumer_warps * 1024 if splits else 0) + 128
         room = budget.shared_bytes - self.static_bytes - beside
         buffers = 0
         if variant.x_in_stages or (budget.x_in_stages and splits):
@@ -300,7 +298,7 @@ class TeamPipeline:
     def template(self, weights: WeightFormat, tile: CtaTile, variant: str) -> Sequence[object]:
         """Return the arguments of the kernel's template, as :attr:`meaning` lists them."""
         (v,) = (v for v in self.down if v.name == variant)
-        numbers = tile.block_m // 8, v.block_n, v.teams, self.stage_bytes(weights, tile)
+        numbers = v.block_n, v.teams, self.stage_bytes(weights, tile)
         return (*numbers, "true") if self.ordered else numbers
 
 

@@ -33,14 +33,12 @@ from polymoe.kernels.cuda.pipelines import (
     WarpgroupPipeline,
     WarpPipeline,
     WeightFormat,
-    round_up,
 )
 
 __all__ = [
     "BF16",
     "KERNEL_FAMILIES",
     "PARTS",
-    "SM80_COPY_WARPS",
     "TILE_ROWS",
     "W4A8",
     "W4A8_ROWS",
@@ -66,9 +64,6 @@ __all__ = [
     "Rates",
     "ShorterTiles",
 ]  # fmt: skip
-
-SM80_COPY_WARPS = 3
-"""Warps that share in copying weights where there is no bulk copy engine."""
 
 TILE_ROWS = 8
 """Rows of x per expert are padded to a multiple of this in permuted tiles."""
@@ -103,7 +98,6 @@ class Rates:
         bandwidth, math: fractions of the device's memory bandwidth and MMA rate that the kernels reach.
         fixed_us: time of the launches, in microseconds.
         l2_math: fraction of the MMA rate that the L2 cache can supply with weights; 0 where it is not a limit.
-        rows: rows of an expert for which weights are read and decoded once; 0 where that is not a limit.
         mma_sync: whether ``math`` is a fraction of the rate of ``mma.sync``, which is not every GPU's full rate.
     """
 
@@ -111,14 +105,11 @@ class Rates:
     math: float
     fixed_us: float
     l2_math: float = 0.0
-    rows: int = 0
     mma_sync: bool = False
 
-    def time_us(self, memory_us: float, compute_us: float, rows: float) -> float:
-        """Return the time of one call, from its times at the full bandwidth and at the full MMA rate, and from the mean
-        number of rows of the experts that have any."""
-        times = max(1.0, rows / self.rows) if self.rows else 1.0
-        time_us = memory_us / self.bandwidth * times + compute_us / self.math
+    def time_us(self, memory_us: float, compute_us: float) -> float:
+        """Return the time of one call, from its times at the full bandwidth and at the full MMA rate."""
+        time_us = memory_us / self.bandwidth + compute_us / self.math
         if self.l2_math:
             time_us = max(time_us, compute_us / self.l2_math)
         return time_us + self.fixed_us
@@ -173,7 +164,6 @@ class KernelFamily:
         otherwise: name of the family that is taken for fewer tiles where it may be used.
         most_fill: most tiles of gate and up for each SM with which the family is faster than those behind it.
         rates: rates for the cost model.
-        rates_sm80: the same for SM80 to SM89, or None if there are no kernels for them.
         batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
         devices: GPU models on which its choices are the fastest, as they were measured there; empty for all. On others
             only ``polymoe tune`` chooses it.
@@ -210,7 +200,6 @@ class KernelFamily:
     otherwise: str = ""
     most_fill: float = float("inf")
     rates: Rates
-    rates_sm80: Rates | None = None
     batch_invariant: bool = True
     devices: tuple[str, ...] = ()
     gated_only: bool = False
@@ -233,7 +222,7 @@ class KernelFamily:
 
     def kernel(self, part: str, block_m: int, variant: str = "") -> str:
         """Return the name of a kernel. It contains the name of the variant where the family has several."""
-        name = f"{self.name}_{part}_m{round_up(block_m, 8)}"
+        name = f"{self.name}_{part}_m{block_m}"
         return f"{name}_{variant}" if variant else name
 
     def variants(self, part: str) -> tuple[str, ...]:
@@ -282,7 +271,6 @@ _K512 = TeamVariant(name="k512", teams=8, most_k=512)
 _SPLIT = TeamVariant(name="n64")
 _IN_ORDER = TeamVariant(name="", teams=4, x_in_stages=True)
 
-# For SM80: rates as on the H200 with two copy warps.
 # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so that
 # the order of sums differs from w4a16_wgmma.
 W4A16_MMA = KernelFamily(
@@ -293,7 +281,7 @@ W4A16_MMA = KernelFamily(
     layout="w4a16_fragments",
     cvt_layout="w4a16_fragments_cvt",
     parts=_ALL,
-    tiles=_tiles(*(CtaTile(block_m=m, block_n=64, block_k=512) for m in (8, 12, 16))),
+    tiles=_tiles(CtaTile(block_m=8, block_n=64, block_k=512)),
     block_ns=(64,),
     warps=TeamPipeline(down=(_K256, _K512, _SPLIT)),
     args=FewRowsArgs,
@@ -301,8 +289,7 @@ W4A16_MMA = KernelFamily(
     h="bf16_rows",
     y="float32_rows",
     choices=(Choice(most_rows=4.4, block_m=8, block_n=64),),
-    rates=Rates(bandwidth=0.875, math=0.45, fixed_us=10.0, rows=16),
-    rates_sm80=Rates(bandwidth=0.6, math=0.45, fixed_us=14.0, rows=16),
+    rates=Rates(bandwidth=0.875, math=0.45, fixed_us=10.0),
     batch_invariant=False,
 )
 """4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
@@ -315,12 +302,10 @@ W4A16_MMA_ORDERED = replace(
     source="w4a16_mma",
     instructions="wgmma",
     cvt_layout="",
-    tiles=_tiles(CtaTile(block_m=8, block_n=64, block_k=512)),
     warps=TeamPipeline(down=(_K256, _K512, _IN_ORDER), ordered=True, static_bytes=1024),
     fills=1.8,
     otherwise="w4a16_mma",
-    rates=Rates(bandwidth=0.93, math=0.32, fixed_us=9.0, rows=8),
-    rates_sm80=None,
+    rates=Rates(bandwidth=0.93, math=0.32, fixed_us=9.0),
     batch_invariant=True,
 )
 """The same, with sums in the order of w4a16_wgmma's."""
@@ -465,7 +450,7 @@ def _eight_bits(family: KernelFamily, **changes: Any) -> KernelFamily:
 W8A16_MMA = _eight_bits(
     W4A16_MMA,
     warps=TeamPipeline(down=(_SPLIT,)),
-    rates=Rates(bandwidth=0.94, math=0.45, fixed_us=8.0, rows=16),
+    rates=Rates(bandwidth=0.94, math=0.45, fixed_us=8.0),
 )
 # It never ran. Rates: derived. Those of 4 bits, but with half of their loss of bandwidth, since a byte takes half as
 # many instructions; w8a16_mma was measured to lose half of what w4a16_mma loses.
@@ -535,7 +520,7 @@ W8A8_MMA = KernelFamily(
     y="float32_rows",
     choices=(Choice(most_rows=1.08, block_m=8),),
     most_fill=5.2,
-    rates=Rates(bandwidth=0.87, math=0.45, fixed_us=9.0, rows=8),
+    rates=Rates(bandwidth=0.87, math=0.45, fixed_us=9.0),
     batch_invariant=False,
     gated_only=True,
     output_weight_only=True,
@@ -548,7 +533,7 @@ W8A8_MMA_ORDERED = replace(
     name="w8a8_mma_ordered",
     source="w8a8_mma",
     warps=WarpPipeline(ordered=True),
-    rates=Rates(bandwidth=0.84, math=0.45, fixed_us=9.0, rows=8),
+    rates=Rates(bandwidth=0.84, math=0.45, fixed_us=9.0),
     batch_invariant=True,
 )
 """The same, with sums in the order of w8a8_f16's."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polymoe.kernels.cuda.pipelines import Budget, WeightFormat
-from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, SM80_COPY_WARPS, KernelFamily
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
@@ -25,11 +25,11 @@ class Target:
             its members.
         capabilities: compute capabilities of the GPUs that the set is for.
         budget: the most shared memory that a CTA uses, and what lies in it.
-        families: names of the kernel families that are compiled.
+        families: names of the kernel families that are compiled; none: only the kernels of experts in host memory.
         folder: where the archives of cubins are.
         fp4_cvt: whether instructions convert E2M1 codes and their scales: the kernels then read ``w4a16_fragments_cvt``
             instead of ``w4a16_fragments``.
-        sm80: whether sources use instructions of SM80 alone: ``cp.async`` in place of bulk copies, no chained launches.
+        chained: whether a launch may start before the one ahead of it has finished.
         mma_sync_rate: rate of ``mma.sync`` over the rate of the device.
     """
 
@@ -40,7 +40,7 @@ class Target:
     families: tuple[str, ...]
     folder: Path
     fp4_cvt: bool = False
-    sm80: bool = False
+    chained: bool = True
     mma_sync_rate: float = 1.0
 
     def budget_on(self, shared_bytes: int) -> Budget:
@@ -48,14 +48,9 @@ class Target:
         return replace(self.budget, shared_bytes=min(self.budget.shared_bytes, shared_bytes))
 
     @property
-    def more_threads(self) -> int:
-        """Threads of a w4a16_mma CTA beyond those of the table: further warps that copy."""
-        return 32 * (SM80_COPY_WARPS - 1) if self.sm80 else 0
-
-    @property
     def defines(self) -> tuple[str, ...]:
         """Macros that configure the sources."""
-        macros = {"POLYMOE_X_IN_STAGES": self.budget.x_in_stages, "POLYMOE_SM80": self.sm80}
+        macros = {"POLYMOE_X_IN_STAGES": self.budget.x_in_stages, "POLYMOE_UNCHAINED": not self.chained}
         return tuple(name for name, defined in macros.items() if defined)
 
     @property
@@ -70,7 +65,7 @@ class Target:
         """Units that are compiled, and the source file of each."""
         families = (KERNEL_FAMILIES[name] for name in self.families)
         gemms = {f.unit(format): f"instantiations/{self.source(f, format)}" for f in families for format in f.formats}
-        around = _AROUND[:-1] if self.sm80 else _AROUND  # SM80 has no E4M3
+        around = _AROUND if gemms else ("slots",)
         return {**gemms, **{name: f"{name}.cu" for name in around}}
 
     @property
@@ -100,8 +95,8 @@ def _target(
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        # One set for all of 8.x, so that the wheel stays small. SM86 and SM89 have 99 KiB of the shared memory.
-        _target("sm80", "80", (80, 86, 87, 89), 163, ("mma",), sm80=True),
+        # One set for all of 8.x, where layers run on Triton.
+        _target("sm80", "80", (80, 86, 87, 89), 99, (), chained=False),
         # mma.sync reaches 0.62 of an H200's nominal rate.
         _target("sm90", "90a", (90,), 227, ("mma", "wgmma"), x_in_stages=False, mma_sync_rate=0.78),
         # Assumed are as many operations for each clock of an SM100's SM, and an SM120's full rate.

@@ -53,17 +53,8 @@ struct SortedRows {
 }  // namespace polymoe
 
 // A kernel's entry point. The body is a call of a function template with FewRowsArgs.
-#ifdef POLYMOE_SM80  // with further warps that copy
-#define POLYMOE_FEW_ROWS_KERNEL(NAME, THREADS, ...)                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS + 32 * (polymoe::kCopyWarps - 1), 1) \
-        NAME(const __grid_constant__ polymoe::FewRowsArgs args) {                             \
-        using namespace polymoe;                                                              \
-        __VA_ARGS__(args);                                                                    \
-    }
-#else
 #define POLYMOE_FEW_ROWS_KERNEL(NAME, THREADS, ...)                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::FewRowsArgs args) { \
         using namespace polymoe;                                                                                       \
         __VA_ARGS__(args);                                                                                             \
     }
-#endif

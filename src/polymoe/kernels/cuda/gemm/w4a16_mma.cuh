@@ -2,7 +2,7 @@
 //
 // One persistent CTA per SM walks over its share of the tiles (a work tile by BLOCK_N rows of weights). One producer
 // warp keeps a pipeline of weights full, across tiles and experts; another one loads the work tiles' rows of x; sixteen
-// consumer warps dequantize and multiply. A work tile has up to 8 * M_BLOCKS rows.
+// consumer warps dequantize and multiply. A work tile has up to 8 rows.
 //
 // With one team, all warps compute one tile of 64 rows of weights, with K split between eight. Where a stage has all of
 // K, several teams of warps have tiles of their own, for which they need neither each other nor partial sums: with a
@@ -21,10 +21,12 @@
 #include "../dequant/scales.cuh"
 #include "../epilogue/f32_rows.cuh"
 #include "../pipeline.cuh"
-#include "../ptx/ldmatrix.cuh"
+#include "../ptx/async_copy.cuh"
 #include "../ptx/compiler.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
-#include "../stage_copies.cuh"
+#include "../sizes.cuh"
 #include "few_rows.cuh"
 #include "schedule.cuh"
 
@@ -48,10 +50,10 @@ template <class F>
 constexpr int kStageBytes = kStageCodes + kMmaStageBlocks / F::kScaleBlocks * F::kScaleBytes;
 
 // Dequantized weights times x. `scale_words` belong to the two tiles of 16 rows, b to x.
-template <class F, int M, int M_BLOCKS>
-__device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const uint4 (&words)[2],
+template <class F>
+__device__ __forceinline__ void mma_words(float (&acc)[2][4], const uint4 (&words)[2],
                                           const uint32_t (&scale_words)[2][kScaleWords<F>],
-                                          const uint32_t (&b)[M][kBlockColumns<F> / 32][4]) {
+                                          const uint32_t (&b)[kBlockColumns<F> / 32][4]) {
     const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
     for (int step = 0; step < kBlockColumns<F> / 16; ++step) {
@@ -60,36 +62,30 @@ __device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const ui
             const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
             uint32_t a[4];
             dequantize<F>(a, word + step * kStepWords<F>, F::scale(scales[tile], step));
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                mma_m16n8k16(acc[tile][m], a, b[m][step / 2][step % 2 * 2], b[m][step / 2][step % 2 * 2 + 1]);
-            }
+            mma_m16n8k16(acc[tile], a, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
         }
     }
 }
 
-// A block's columns of two tiles of 16 rows of weights, for 8 * M rows of x. All loads come first, since volatile
+// A block's columns of two tiles of 16 rows of weights, for 8 rows of x. All loads come first, since volatile
 // assembly stays in order, and the stage is released as soon as they are made.
-template <class F, int M, int M_BLOCKS>
-__device__ __forceinline__ void mma_block(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales, uint32_t x,
-                                          uint32_t x_eight_rows, uint32_t empty, bool leader) {
-    uint32_t b[M][kBlockColumns<F> / 32][4], scale_words[2][kScaleWords<F>];
+template <class F>
+__device__ __forceinline__ void mma_block(float (&acc)[2][4], uint32_t codes, uint32_t scales, uint32_t x,
+                                          uint32_t empty, bool leader) {
+    uint32_t b[kBlockColumns<F> / 32][4], scale_words[2][kScaleWords<F>];
     const uint4 words[2] = {ld_shared_v4(codes), ld_shared_v4(codes + 512)};
     load_scale_words<F>(scale_words, scales);
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int i = 0; i < kBlockColumns<F> / 32; ++i) ldmatrix_x4(b[m][i], x + m * x_eight_rows + i * 64);
-    }
+    for (int i = 0; i < kBlockColumns<F> / 32; ++i) ldmatrix_x4(b[i], x + i * 64);
     __syncwarp();
     if (leader) mbarrier_arrive(empty);
     mma_words<F>(acc, words, scale_words, b);
 }
 
 // The k_tail, fewer columns than a block, in steps of 16.
-template <class F, int TILES, int M_BLOCKS>
-__device__ __forceinline__ void mma_k_tail(float (&acc)[TILES][M_BLOCKS][4], uint32_t codes, uint32_t scales,
-                                           uint32_t x, uint32_t x_eight_rows, int steps, int tiles) {
+template <class F, int TILES>
+__device__ __forceinline__ void mma_k_tail(float (&acc)[TILES][4], uint32_t codes, uint32_t scales, uint32_t x,
+                                           int steps, int tiles) {
 #pragma unroll
     for (int step = 0; step < kBlockColumns<F> / 16 - 1; ++step) {
         if (step == steps) break;
@@ -103,12 +99,9 @@ __device__ __forceinline__ void mma_k_tail(float (&acc)[TILES][M_BLOCKS][4], uin
                     words[i] = ld_shared(codes + (tile * steps + step) * 128 * kStepWords<F> + i * 4);
                 }
                 dequantize<F>(a, words, F::scale(tile_scales, step));
-#pragma unroll
-                for (int m = 0; m < M_BLOCKS; ++m) {
-                    uint32_t b0, b1;
-                    ldmatrix_x2(b0, b1, x + m * x_eight_rows + step * 32);
-                    mma_m16n8k16(acc[tile][m], a, b0, b1);
-                }
+                uint32_t b0, b1;
+                ldmatrix_x2(b0, b1, x + step * 32);
+                mma_m16n8k16(acc[tile], a, b0, b1);
             }
         }
     }
@@ -126,15 +119,15 @@ struct ExpertScales {
     }
 };
 
-// Where the results of rows 2t and 2t + 1 of 8 rows of x go: to these rows, or nowhere if negative.
+// Where the results of rows 2t and 2t + 1 of a work tile go: to these rows, or nowhere if negative.
 template <int PART>
 struct OutRows {
     int row[2];
 
-    __device__ __forceinline__ OutRows(const int* permuted_to_expanded, WorkTile tile, int m0, int lane) {
+    __device__ __forceinline__ OutRows(const int* permuted_to_expanded, WorkTile tile, int lane) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int m = m0 + 2 * (lane % 4) + i, permuted = tile.row + m;
+            const int m = 2 * (lane % 4) + i, permuted = tile.row + m;
             row[i] = m >= tile.rows ? -1 : PART == kDown ? permuted_to_expanded[permuted] : permuted;
         }
     }
@@ -163,7 +156,7 @@ __device__ __forceinline__ void store(const GemmArgs& args, const int* permuted_
 }
 
 // A CTA's shared memory and its share of the tiles.
-template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, bool ORDERED>
+template <class F, int PART, int BLOCK_N, int TEAMS, bool ORDERED>
 struct Cta {
     static constexpr int kBlocks = BLOCK_N / 64, kStageK = kMmaStageBlocks / kBlocks;  // along N and K, in a stage
     static constexpr int kColumns = kBlockColumns<F>, kXBytes = kColumns * 2;          // of a block, and of a row of x
@@ -172,7 +165,7 @@ struct Cta {
     static constexpr bool kXBeside = !kRounds && (TEAMS > 1 || !kXInStages);
     static constexpr int kScaleBytes = F::kScaleBytes, kStageScales = kStageK / F::kScaleBlocks * kScaleBytes;
     static constexpr int kTailLane = 16 - 4 * kStepWords<F>;  // a lane's codes of a block, less those of 16 columns
-    static constexpr int kSums = TEAMS > 1 ? 0 : kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
+    static constexpr int kSums = TEAMS > 1 ? 0 : kMmaConsumerWarps * 2 * 512;  // bytes of partial sums
     static_assert(TEAMS == 1 || kRounds ? BLOCK_N == 64 : kTeamWarps == 2 * kBlocks);
 
     const FewRowsArgs& args;
@@ -199,11 +192,11 @@ struct Cta {
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < args.stages; ++i) {
-            mbarrier_init(full + 8 * i, (kXBeside ? kCopyWarps : kCopyWarps + 1) * kCopyLanes);
+            mbarrier_init(full + 8 * i, kXBeside ? 1 : 2);
             mbarrier_init(empty + 8 * i, kTeamWarps);
         }
         for (int i = 0; i < 2; ++i) {
-            mbarrier_init(x_full + 8 * i, kCopyLanes);
+            mbarrier_init(x_full + 8 * i, 1);
             mbarrier_init(x_empty + 8 * i, kMmaConsumerWarps);
         }
         mbarrier_init_fence();
@@ -227,7 +220,7 @@ struct Cta {
         if (stage >= args.stages) stage -= args.stages, parity ^= 1;
     }
 
-    // kCopyLanes lanes of each of kCopyWarps warps.
+    // One lane.
     __device__ __forceinline__ void produce_weights() const {
         const int row_scales = scale_blocks<F>(args.k);
         int stage = 0;
@@ -253,18 +246,18 @@ struct Cta {
                         min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - s * kStageK * tiles * 512);
                     bytes += scale_bytes;
                 }
-                expect_copies(barrier, bytes);
+                mbarrier_arrive_expect_tx(barrier, bytes);
 #pragma unroll
                 for (int i = 0; i < kBlocks; ++i) {
                     const int tiles = width(n_block + i), done = s * kStageK * tiles * 512;
                     if (tiles <= 0) break;
-                    copy_to_stage(to + i * kStageK * 2048,
-                                  codes + static_cast<long long>(kColumnBytes<F>) * i * args.k + done,
-                                  min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - done), barrier);
-                    copy_to_stage(to + kStageCodes + i * kStageScales,
-                                  scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes, barrier);
+                    bulk_copy_g2s_evict_first(
+                        to + i * kStageK * 2048, codes + static_cast<long long>(kColumnBytes<F>) * i * args.k + done,
+                        min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - done), barrier);
+                    bulk_copy_g2s_evict_first(to + kStageCodes + i * kStageScales,
+                                              scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes,
+                                              barrier);
                 }
-                arrive_with_copies(barrier);
                 advance(stage, parity);
             }
         }
@@ -286,14 +279,13 @@ struct Cta {
                     const uint32_t barrier = full + 8 * buffer;
                     if (lane == 0) {
                         mbarrier_wait(empty + 8 * buffer, parity);
-                        expect_copies(barrier, tile.rows * bytes);
+                        mbarrier_arrive_expect_tx(barrier, tile.rows * bytes);
                     }
                     __syncwarp();
-                    if (kCopyLanes > 1 || lane < tile.rows) {
-                        copy_rows(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
-                                  args.x + from * args.k + column, bytes, barrier, lane, tile.rows, stride);
+                    if (lane < tile.rows) {
+                        bulk_copy_g2s(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
+                                      args.x + from * args.k + column, bytes, barrier);
                     }
-                    arrive_with_copies(barrier);
                     column += kStageK * kColumns;
                     if (column >= args.k) column = 0;
                     if (++buffer == args.stages) buffer = 0, parity ^= 1;
@@ -303,14 +295,13 @@ struct Cta {
             const uint32_t barrier = x_full + 8 * buffer;
             if (lane == 0) {
                 mbarrier_wait(x_empty + 8 * buffer, parity);
-                expect_copies(barrier, tile.rows * args.k * 2);
+                mbarrier_arrive_expect_tx(barrier, tile.rows * args.k * 2);
             }
             __syncwarp();
-            if (kCopyLanes > 1 || lane < tile.rows) {
-                copy_rows(x_start + (buffer * args.block_m + lane) * stride, args.x + from * args.k, args.k * 2,
-                          barrier, lane, tile.rows, stride);
+            if (lane < tile.rows) {
+                bulk_copy_g2s(x_start + (buffer * args.block_m + lane) * stride, args.x + from * args.k, args.k * 2,
+                              barrier);
             }
-            arrive_with_copies(barrier);
             if (++buffer == args.x_buffers) buffer = 0, parity ^= 1;
         }
     }
@@ -333,14 +324,15 @@ struct Cta {
                     const uint32_t barrier = full + 8 * (stage + team),
                                    to = stages_start + (stage + team) * stage_bytes;
                     mbarrier_wait(empty + 8 * (stage + team), parity);
-                    expect_copies(barrier, bytes + scale_bytes);
+                    mbarrier_arrive_expect_tx(barrier, bytes + scale_bytes);
                     const uint8_t* codes = args.codes + expert * args.codes_stride +
                                            static_cast<long long>(kColumnBytes<F>) * n_block * args.k;
-                    copy_to_stage(to, codes + done, bytes, barrier);
-                    copy_to_stage(to + kStageCodes,
-                                  args.scales + expert * args.scales_stride +
-                                      (static_cast<long long>(n_block) * row_scales + first_scale) * kScaleBytes,
-                                  scale_bytes, barrier);
+                    bulk_copy_g2s_evict_first(to, codes + done, bytes, barrier);
+                    bulk_copy_g2s_evict_first(
+                        to + kStageCodes,
+                        args.scales + expert * args.scales_stride +
+                            (static_cast<long long>(n_block) * row_scales + first_scale) * kScaleBytes,
+                        scale_bytes, barrier);
                 }
                 advance(stage, parity, TEAMS);
             }
@@ -349,7 +341,7 @@ struct Cta {
 
     // One warp: eight lanes for the rows of each team's tile.
     __device__ __forceinline__ void produce_x_in_rounds(int lane) const {
-        static_assert(TEAMS * 8 == 32 && M_BLOCKS == 1);
+        static_assert(TEAMS * 8 == 32);
         const int team = lane / 8;
         int stage = 0;
         uint32_t parity = 1;
@@ -363,7 +355,7 @@ struct Cta {
                 const uint32_t barrier = full + 8 * (stage + team);
                 if (mine && lane % 8 == 0) {
                     mbarrier_wait(empty + 8 * (stage + team), parity);
-                    expect_copies(barrier, tile.rows * bytes);
+                    mbarrier_arrive_expect_tx(barrier, tile.rows * bytes);
                 }
                 __syncwarp();
                 if (mine && lane % 8 < tile.rows) {
@@ -380,9 +372,10 @@ struct Cta {
         return (kXBeside ? x_start : stages_start + kStageBytes<F>)+lane % 8 * stride + lane / 8 * 16;
     }
 
-    // From a row of x to the eighth after it, or to the last one that there is room for.
-    __device__ __forceinline__ uint32_t eight_rows(int lane) const {
-        return opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
+    // Of this value, which nothing uses, no instruction is left. Without it ptxas orders the others in a way that was
+    // never timed.
+    __device__ __forceinline__ void keep_measured_schedule(int lane) const {
+        opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
     }
 
     // All warps on one tile: eight of them share two tiles of 16 rows of weights, with every eighth block each.
@@ -390,7 +383,8 @@ struct Cta {
         const int half = warp / kStageK, part = warp % kStageK;
         const int whole_blocks = args.k / kColumns, k_tail = args.k % kColumns / 16;
         const int my_blocks = (whole_blocks - part + kStageK - 1) / kStageK;  // whole blocks along K that this warp has
-        const uint32_t x_lane = lane_x(lane) + part * kXBytes, x_eight_rows = eight_rows(lane);
+        const uint32_t x_lane = lane_x(lane) + part * kXBytes;
+        keep_measured_schedule(lane);
         const uint32_t x_buffer_bytes = opaque(args.block_m * stride);
         const uint32_t codes_lane = opaque(stages_start + half * 1024 + lane * 16);
         const uint32_t scales_lane = opaque(stages_start + kStageCodes + part / F::kScaleBlocks * kScaleBytes +
@@ -398,37 +392,23 @@ struct Cta {
         const bool leader = opaque(lane) == 0;
         int stage = 0, buffer = 0, index = begin / n_tiles, n_tile = begin - index * n_tiles;
         uint32_t parity = 0, x_parity = 0;
-        bool new_x = true, few = true;
+        bool new_x = true;
         for (int i_tile = begin; i_tile < end; ++i_tile) {
             const int tiles = width(n_tile), blocks = 2 * half < tiles ? my_blocks : 0;
-            if (new_x) {
-                if (kXBeside) mbarrier_wait(x_full + 8 * buffer, x_parity);
-                few = M_BLOCKS == 1 || work_tiles[index].rows <= 8;
-            }
+            if (new_x && kXBeside) mbarrier_wait(x_full + 8 * buffer, x_parity);
             new_x = n_tile == n_tiles - 1 || i_tile == end - 1;  // after this, the work tile's last tile here
             uint32_t x = x_lane + buffer * x_buffer_bytes;
             const uint32_t codes_part = opaque(codes_lane + part * tiles * 512);
-            float acc[2][M_BLOCKS][4] = {};
+            float acc[2][4] = {};
             int s = 0;
             // Beyond the last tile this reads other bytes of the stage, and computes what nobody reads.
-            if (few) {
-                for (; s < blocks; ++s) {
-                    mbarrier_wait(full + 8 * stage, parity);
-                    if (!kXBeside) x = x_lane + stage * stage_bytes;
-                    mma_block<F, 1>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
-                                    x_eight_rows, empty + 8 * stage, leader);
-                    if (kXBeside) x += kStageK * kXBytes;
-                    advance(stage, parity);
-                }
-            } else {
-                for (; s < blocks; ++s) {
-                    mbarrier_wait(full + 8 * stage, parity);
-                    if (!kXBeside) x = x_lane + stage * stage_bytes;
-                    mma_block<F, M_BLOCKS>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
-                                           x_eight_rows, empty + 8 * stage, leader);
-                    if (kXBeside) x += kStageK * kXBytes;
-                    advance(stage, parity);
-                }
+            for (; s < blocks; ++s) {
+                mbarrier_wait(full + 8 * stage, parity);
+                if (!kXBeside) x = x_lane + stage * stage_bytes;
+                mma_block<F>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
+                             empty + 8 * stage, leader);
+                if (kXBeside) x += kStageK * kXBytes;
+                advance(stage, parity);
             }
             for (; s < tile_stages; ++s) {
                 mbarrier_wait(full + 8 * stage, parity);
@@ -437,7 +417,7 @@ struct Cta {
                     const uint32_t codes =
                         codes_lane + stage * stage_bytes + part * tiles * 512 - half * 1024 - lane * kTailLane;
                     mma_k_tail<F>(acc, codes + half * k_tail * 256 * kStepWords<F>, scales_lane + stage * stage_bytes,
-                                  x, x_eight_rows, k_tail, tiles - 2 * half);
+                                  x, k_tail, tiles - 2 * half);
                 }
                 __syncwarp();
                 if (leader) mbarrier_arrive(empty + 8 * stage);
@@ -449,21 +429,17 @@ struct Cta {
             }
             // Partial sums of the parts of K, added in order by some of the warps, from tile to tile by other ones.
             float4* partial = reinterpret_cast<float4*>(memory) + lane;
-            constexpr int kPieces = 32 / kStageK * M_BLOCKS;  // 16 rows of weights by 8 rows of x each
+            constexpr int kPieces = 32 / kStageK;  // 16 rows of weights by 8 rows of x each
             named_barrier_sync(1, kMmaConsumerWarps * 32);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int m = 0; m < M_BLOCKS; ++m) {
-                    const float* c = acc[i][m];
-                    partial[(part * kPieces + (half * 2 + i) * M_BLOCKS + m) * 32] =
-                        make_float4(c[0], c[1], c[2], c[3]);
-                }
+                const float* c = acc[i];
+                partial[(part * kPieces + (half * 2 + i)) * 32] = make_float4(c[0], c[1], c[2], c[3]);
             }
             named_barrier_sync(2, kMmaConsumerWarps * 32);
             for (int piece = (warp + i_tile * kPieces) % kMmaConsumerWarps; piece < kPieces;
                  piece += kMmaConsumerWarps) {
-                const int tile16 = n_tile * 4 + piece / M_BLOCKS;
+                const int tile16 = n_tile * 4 + piece;
                 if (tile16 >= tiles16) break;
                 float4 sum = partial[piece * 32];
 #pragma unroll
@@ -474,34 +450,32 @@ struct Cta {
                 const float c[4] = {sum.x, sum.y, sum.z, sum.w};
                 const WorkTile tile = work_tiles[index];
                 store<F, PART, ORDERED>(args, permuted_to_expanded, c, ExpertScales<F, PART>(args, tile.expert),
-                                        OutRows<PART>(permuted_to_expanded, tile, piece % M_BLOCKS * 8, lane), tile16);
+                                        OutRows<PART>(permuted_to_expanded, tile, lane), tile16);
             }
             if (++n_tile == n_tiles) n_tile = 0, ++index;
         }
     }
 
     // A warp's 32 rows of weights by a stage's columns: `blocks` whole ones, and the k_tail.
-    template <int M>
-    __device__ __forceinline__ void multiply_stage(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales,
-                                                   uint32_t x, uint32_t x_eight_rows, uint32_t barrier, bool leader,
-                                                   int blocks, int k_tail, int half, int tiles, int lane) const {
-        constexpr int kUnroll = M_BLOCKS == 1 ? 4 : 1;  // as many as registers allow
+    __device__ __forceinline__ void multiply_stage(float (&acc)[2][4], uint32_t codes, uint32_t scales, uint32_t x,
+                                                   uint32_t barrier, bool leader, int blocks, int k_tail, int half,
+                                                   int tiles, int lane) const {
         if (blocks == kStageK) {
-#pragma unroll kUnroll
+#pragma unroll 4  // as many as registers allow
             for (int i = 0; i < kStageK; ++i) {
-                mma_block<F, M>(acc, codes + i * tiles * 512, scales + i / F::kScaleBlocks * kScaleBytes,
-                                x + i * kXBytes, x_eight_rows, barrier, leader && i == kStageK - 1);
+                mma_block<F>(acc, codes + i * tiles * 512, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes,
+                             barrier, leader && i == kStageK - 1);
             }
             return;
         }
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
-            mma_block<F, M>(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, barrier, false);
+            mma_block<F>(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x, barrier, false);
             codes += tiles * 512, x += kXBytes;
         }
         if (k_tail) {
             mma_k_tail<F>(acc, codes - half * 1024 - lane * kTailLane + half * k_tail * 256 * kStepWords<F>,
-                          scales + blocks / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, k_tail, tiles - 2 * half);
+                          scales + blocks / F::kScaleBlocks * kScaleBytes, x, k_tail, tiles - 2 * half);
         }
         __syncwarp();
         if (leader) mbarrier_arrive(barrier);
@@ -512,7 +486,8 @@ struct Cta {
     __device__ __forceinline__ void multiply_tiles(int warp, int lane) const {
         const int team = warp / kTeamWarps, inner = warp % kTeamWarps / 2, half = warp % 2;
         const int whole_blocks = args.k / kColumns, k_tail = args.k % kColumns / 16;
-        const uint32_t x_lane = lane_x(lane), x_eight_rows = eight_rows(lane);
+        const uint32_t x_lane = lane_x(lane);
+        keep_measured_schedule(lane);
         const uint32_t codes_lane = opaque(stages_start + inner * kStageK * 2048 + half * 1024 + lane * 16);
         const uint32_t scales_lane = opaque(stages_start + kStageCodes + inner * kStageScales +
                                             lane / 4 * 4 * kTileScaleBytes<F> + half * 2 * kTileScaleBytes<F>);
@@ -521,35 +496,24 @@ struct Cta {
         uint32_t parity = 0, x_parity = 0;
         for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
             const WorkTile work_tile = uniform_tile(work_tiles[index]);
-            const bool few = M_BLOCKS == 1 || work_tile.rows <= 8;
             const ExpertScales<F, PART> expert_scales(args, work_tile.expert);
-            const OutRows<PART> first(permuted_to_expanded, work_tile, 0, lane),
-                second(permuted_to_expanded, work_tile, 8, lane);
+            const OutRows<PART> rows(permuted_to_expanded, work_tile, lane);
             const uint32_t x = x_lane + buffer * args.block_m * stride;
             mbarrier_wait(x_full + 8 * buffer, x_parity);
             for (const int last = min(end, (index + 1) * n_tiles); i_tile < last; i_tile += TEAMS) {
                 const int n_block = (i_tile - index * n_tiles) * kBlocks + inner, tiles = width(n_block);
                 const bool present = 2 * half < tiles;
                 const uint32_t codes = codes_lane + stage * stage_bytes, scales = scales_lane + stage * stage_bytes;
-                float acc[2][M_BLOCKS][4] = {};
+                float acc[2][4] = {};
                 mbarrier_wait(full + 8 * stage, parity);
-                if (few) {
-                    multiply_stage<1>(acc, codes, scales, x, x_eight_rows, empty + 8 * stage, leader,
-                                      present ? whole_blocks : 0, present ? k_tail : 0, half, tiles, lane);
-                } else {
-                    multiply_stage<M_BLOCKS>(acc, codes, scales, x, x_eight_rows, empty + 8 * stage, leader,
-                                             present ? whole_blocks : 0, present ? k_tail : 0, half, tiles, lane);
-                }
+                multiply_stage(acc, codes, scales, x, empty + 8 * stage, leader, present ? whole_blocks : 0,
+                               present ? k_tail : 0, half, tiles, lane);
                 advance(stage, parity, TEAMS);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const int tile16 = n_block * 4 + half * 2 + i;
                     if (tile16 >= tiles16) break;
-                    store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][0], expert_scales, first, tile16);
-                    if (!few) {
-                        store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][M_BLOCKS - 1], expert_scales, second,
-                                                tile16);
-                    }
+                    store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i], expert_scales, rows, tile16);
                 }
             }
             __syncwarp();
@@ -567,7 +531,7 @@ struct Cta {
         uint32_t parity = 0;
         for (int i_tile = begin + team; i_tile < end; i_tile += TEAMS) {
             const int index = i_tile / n_tiles, n_block = i_tile - index * n_tiles, tiles = width(n_block);
-            float acc[1][1][4] = {};
+            float acc[1][4] = {};
             int left = args.k / kColumns;  // whole blocks
             for (int s = 0; s < tile_stages; ++s) {
                 const int offset = stage * stage_bytes, blocks = min(kStageK, left);
@@ -577,18 +541,18 @@ struct Cta {
                     if (blocks == kStageK) {
 #pragma unroll
                         for (int i = 0; i < kStageK; ++i) {
-                            mma_tile(acc[0][0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes);
+                            mma_tile(acc[0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes);
                             codes += tiles * 512;
                         }
                     } else {
 #pragma unroll 1
                         for (int i = 0; i < blocks; ++i) {
-                            mma_tile(acc[0][0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x);
+                            mma_tile(acc[0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x);
                             codes += tiles * 512, x += kXBytes;
                         }
                         if (k_tail) {
                             const int to_tail = tile * k_tail * 128 * kStepWords<F> - tile * 512 - lane * kTailLane;
-                            mma_k_tail<F>(acc, codes + to_tail, scales + blocks / F::kScaleBlocks * kScaleBytes, x, 0,
+                            mma_k_tail<F>(acc, codes + to_tail, scales + blocks / F::kScaleBlocks * kScaleBytes, x,
                                           k_tail, 1);
                         }
                     }
@@ -600,9 +564,9 @@ struct Cta {
             }
             if (tile < tiles) {
                 const WorkTile work_tile = work_tiles[index];
-                store<F, PART, ORDERED>(args, permuted_to_expanded, acc[0][0],
+                store<F, PART, ORDERED>(args, permuted_to_expanded, acc[0],
                                         ExpertScales<F, PART>(args, work_tile.expert),
-                                        OutRows<PART>(permuted_to_expanded, work_tile, 0, lane), n_block * 4 + tile);
+                                        OutRows<PART>(permuted_to_expanded, work_tile, lane), n_block * 4 + tile);
             }
         }
     }
@@ -626,14 +590,14 @@ struct Cta {
 
 }  // namespace w4a16_mma
 
-template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, int STAGE_BYTES, bool ORDERED = false>
+template <class F, int PART, int BLOCK_N, int TEAMS, int STAGE_BYTES, bool ORDERED = false>
 __device__ __forceinline__ void w4a16_mma_gemm(const FewRowsArgs& args) {
     using namespace w4a16_mma;
     static_assert(kStageBytes<F> == STAGE_BYTES);
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 4];
     __shared__ SortedRows sorted;
-    Cta<F, PART, M_BLOCKS, BLOCK_N, TEAMS, ORDERED> cta(args, memory, barriers, sorted);
+    Cta<F, PART, BLOCK_N, TEAMS, ORDERED> cta(args, memory, barriers, sorted);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) cta.init_barriers();
@@ -646,13 +610,13 @@ __device__ __forceinline__ void w4a16_mma_gemm(const FewRowsArgs& args) {
     begin_launch<PART>();
     cta.take_share(args.ids ? sorted.num_tiles : args.tiles->work_tiles);
     constexpr bool kRounds = kInRounds<BLOCK_N, TEAMS>;
-    if (copies_weights(warp)) {
+    if (warp == kMmaConsumerWarps) {
         if constexpr (kRounds) {
             if (lane == 0) cta.produce_weights_in_rounds();
         } else {
-            if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
+            if (lane == 0) cta.produce_weights();
         }
-    } else if (warp == kMmaConsumerWarps + kCopyWarps) {
+    } else if (warp == kMmaConsumerWarps + 1) {
         begin_x<PART>();
         if constexpr (kRounds) {
             cta.produce_x_in_rounds(lane);

@@ -100,7 +100,7 @@ class PreparedCall:
         if step.narrow:
             args.second_launch = 1
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
-        launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
+        launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)
         launch.set_grid(layer.sms)
         return args, launch
 

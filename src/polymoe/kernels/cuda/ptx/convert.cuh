@@ -33,32 +33,6 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float a, float b) {
 }
 
 // Both halves of a times the low, or the high, half of s.
-#ifdef POLYMOE_SM80  // which has fma alone: plus -0, and times 1
-
-__device__ __forceinline__ uint32_t mul_bf16x2_low(uint32_t a, uint32_t s) {
-    uint32_t r;
-    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {l, l};\nfma.rn.bf16x2 %0, %1, f, %3;\n}"
-        : "=r"(r)
-        : "r"(a), "r"(s), "r"(0x80008000u));
-    return r;
-}
-
-__device__ __forceinline__ uint32_t mul_bf16x2_high(uint32_t a, uint32_t s) {
-    uint32_t r;
-    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {h, h};\nfma.rn.bf16x2 %0, %1, f, %3;\n}"
-        : "=r"(r)
-        : "r"(a), "r"(s), "r"(0x80008000u));
-    return r;
-}
-
-__device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3F803F80u), "r"(b));
-    return r;
-}
-
-#else
-
 __device__ __forceinline__ uint32_t mul_bf16x2_low(uint32_t a, uint32_t s) {
     uint32_t r;
     asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {l, l};\nmul.rn.bf16x2 %0, %1, f;\n}"
@@ -80,8 +54,6 @@ __device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-
-#endif
 
 // ---- E4M3
 
@@ -147,23 +119,11 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return r;
 }
 
-#ifdef POLYMOE_SM80  // which has fma alone: plus -0
-
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-    return r;
-}
-
-#else
-
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-
-#endif
 
 // Both halves of a times the low, or the high, half of s, plus the same half of c.
 __device__ __forceinline__ uint32_t fma_bf16x2_low(uint32_t a, uint32_t s, uint32_t c) {

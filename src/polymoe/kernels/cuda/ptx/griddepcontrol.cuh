@@ -3,7 +3,7 @@
 
 namespace polymoe {
 
-#ifdef POLYMOE_SM80
+#ifdef POLYMOE_UNCHAINED  // SM80 to SM89
 
 __device__ __forceinline__ void grid_dependency_wait() {}
 __device__ __forceinline__ void launch_dependents() {}

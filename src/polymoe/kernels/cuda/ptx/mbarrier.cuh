@@ -8,14 +8,10 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-#ifdef POLYMOE_SM80
-__device__ __forceinline__ void mbarrier_init_fence() {}
-#else
 // Makes initialized barriers visible to bulk copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-#endif
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -26,20 +22,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Waits for the phase of this parity to complete.
-#ifdef POLYMOE_SM80  // whose wait does not suspend the thread: between tests it sleeps, so that others can issue
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done nanosleep.u32 40;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-#else
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -51,7 +33,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
-#endif
 
 // Named barrier of `threads` threads.
 __device__ __forceinline__ void named_barrier_sync(int name, int threads) {
