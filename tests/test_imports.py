@@ -162,7 +162,8 @@ def test_explain_and_models_answer_from_sizes_without_loading_torch(tmp_path: Pa
         done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=env)
         assert done.stdout
         assert done.stderr.splitlines()[-1] == "[]"
-    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(3)) < 1.0
+    # About 1 s, up to 1.2 beside other programs, which share caches; torch alone takes 2.3 more.
+    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(3)) < 1.6
 
 
 def test_the_first_use_of_a_postponed_torch_loads_it() -> None:
