@@ -12,15 +12,15 @@ constexpr int kAtOnce = 8;  // 16-byte loads of a thread that are on their way t
 constexpr int kCopyThreads = 512, kChunkBytes = kCopyThreads * kAtOnce * 16;
 
 struct PlaceExpertsArgs {
-    const void* ids;      // [rows]
-    int* slot_ids;        // [rows]: first_expert + slot, or -1
-    int* slot_of_expert;  // [experts], or -1
-    int* expert_of_slot;  // [slots], or -1
-    int* misses;          // [1 + 2 * slots]: how many; expert and slot of each
-    long long* last_use;  // [slots]: the last step that needed it; 0: none
-    long long* counters;  // step, hits, misses
-    int* wave_of_expert;  // [experts], or -1: written by wave 0, read by the others
-    int* waves;           // the last placed, and the last that the call needs
+    const void* ids;               // [rows]
+    int* slot_ids;                 // [rows]: first_expert + slot, or -1
+    int* slot_of_expert;           // [experts], or -1
+    int* expert_of_slot;           // [slots], or -1
+    int* misses;                   // [1 + 2 * slots]: how many; expert and slot of each
+    long long* last_use;           // [slots]: the last step that needed it; 0: none
+    long long* counters;           // step, hits, misses
+    int* wave_of_expert;           // [experts], or -1: written by wave 0, read by the others
+    int* waves;                    // the last placed, and the last that the call needs
     unsigned long long condition;  // of a loop in a graph: whether the call needs further waves; or 0
     int rows, first_expert, experts, slots;
     int long_ids, wave;  // wave: -1 for the one after the last placed
