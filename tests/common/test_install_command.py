@@ -22,7 +22,7 @@ COMMANDS = tuple(install_command(extra) for extra in ("", *EXTRAS))
 def test_today_it_is_a_clone() -> None:
     assert install_command("serve") == "pip install -e '.[serve]'"
     assert install_hint("bench") == "in a clone of polymoe: pip install -e '.[bench]'"
-    assert set(EXTRAS) >= {"transformers", "serve", "bench", "eval", "vllm", "sglang"}
+    assert set(EXTRAS) >= {"transformers", "serve", "bench", "vllm", "sglang"}
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
@@ -66,5 +66,5 @@ def test_every_file_names_this_command() -> None:
 def test_hints_name_extras_that_exist() -> None:
     uses = re.compile(r'(?:install_hint|packages_of)\("([^"]*)"')
     named = {name for path in SOURCES for name in uses.findall(path.read_text("utf-8"))}
-    assert named == {"bench", "eval", "serve", "transformers"}
+    assert named == {"bench", "serve", "transformers"}
     assert named <= set(EXTRAS)

@@ -46,7 +46,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         os.replace(draft, path)
     except BaseException as error:
         draft.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)  # a write that fails names no file
         raise
 
