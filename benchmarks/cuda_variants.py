@@ -45,7 +45,8 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-TOLERANCE = 5e-3
+TOLERANCE, FAST_TOLERANCE = 5e-3, 2e-2
+"""Most error of a proven variant: of one like the kernels for users, and of one that sums all of K in tensor cores."""
 
 Changes = tuple[tuple[str, str, str], ...]
 """File, what stands there once, and what to put there."""
@@ -99,6 +100,68 @@ def _promoted(columns: int) -> Changes:
     return (("gemm/w4a8_rows.cuh", "kPromoted = 256;", f"kPromoted = {columns};"),)
 
 
+_TURNS = (
+    "    // A turn of all blocks:",
+    "    template <int... WIDTHS>\n    __device__ __forceinline__ void run(int stages, int rows)",
+)
+_ALL_OF_K = """    // A stage of all blocks after the other; the tensor cores add up all of K.
+    template <int M>
+    __device__ __forceinline__ void mma_stages(int stages) {
+        uint32_t done = 0;  // the mbarrier of a stage to give back
+        load<0>(pipeline.wait_full(), 0);
+        dequantize<0>();
+        for (int left = stages; left > 0; --left) {
+            const uint32_t here = pipeline.address(), x = smem_desc_units(here), barrier = pipeline.empty_barrier();
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const bool last = m == N_BLOCKS - 1;
+                load<1>(here, m);
+                add<M, 0>(acc[m], x);
+                wgmma_wait<1>();  // the MMAs before are done
+                if (m == 0) release(done);
+                dequantize<1>();
+                add<M, 1>(acc[m], x);
+                if (last) {
+                    pipeline.advance();
+                    if (left > 1) pipeline.wait_full();
+                }
+                load<0>(last && left > 1 ? pipeline.address() : here, (m + 1) % N_BLOCKS);
+                wgmma_wait<1>();
+                dequantize<0>();
+            }
+            done = barrier;
+        }
+        wgmma_wait<0>();
+        release(done);
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+#pragma unroll
+            for (int i = 0; i < M / 2; ++i) materialize(acc[m][i]);
+        }
+    }
+
+    template <int M, int HALF>
+    __device__ __forceinline__ void add(float* sums, uint32_t x) {
+        wgmma_fence();
+        WgmmaRS<M>::add_e4m3(sums, a[HALF][0], make_smem_desc_units(x + HALF * 4));
+        WgmmaRS<M>::add_e4m3(sums, a[HALF][1], make_smem_desc_units(x + HALF * 4 + 2));
+        wgmma_commit();
+    }
+
+"""
+
+
+def _all_of_k() -> Changes:
+    """No sums beside the accumulators, and no turns."""
+    file = "gemm/w4a8_rows.cuh"
+    text = kernel_build.sources()[file]
+    turns = text[text.index(_TURNS[0]) : text.index(_TURNS[1])]
+    return ((file, turns, _ALL_OF_K),)
+
+
+ALL_OF_K = _all_of_k()
+"""The tensor cores add up all of K, as Humming's kernels do: errors of 1e-2."""
+
 _MAGNITUDES = """// Right up to step 11, below which E4M3 is subnormal, and for step 15 of zeros.
 __device__ __forceinline__ uint2 e2m1_magnitudes(uint32_t offset) {
     return make_uint2(0x6C686000u - offset * 0x01010100u, 0x7C787470u - offset * 0x01010101u);
@@ -142,6 +205,11 @@ class Variant:
     def proven(self) -> bool:
         """Whether results are meant to be right."""
         return self.changes not in (PIPELINE, PIPELINE_E4M3, MATH)
+
+    @property
+    def tolerance(self) -> float:
+        """Most error against the reference."""
+        return FAST_TOLERANCE if self.changes == ALL_OF_K else TOLERANCE
 
 
 def _wgmma(
@@ -187,7 +255,6 @@ VARIANTS: dict[str, Variant] = {
     "32-multiplied": _wgmma(32, (4, 2, 2), (16,), FEW, changes=MULTIPLIED),
     "64-multiplied": _wgmma(64, (4, 1, 2), (32, 48), SOME, changes=MULTIPLIED),
     "mma-8-multiplied": _mma(8, (1, 16, 64, 128), changes=MULTIPLIED),
-    "mma-12-multiplied": _mma(12, (128, 256), changes=MULTIPLIED),
     # Other shapes.
     "16": _wgmma(16, (4, 2, 2), (), FEW[:2]),
     "16-unrolled": _wgmma(16, (4, 2, 2), (), FEW[:2], changes=UNROLLED),
@@ -203,8 +270,6 @@ VARIANTS: dict[str, Variant] = {
     "256-12warps": _wgmma(192, (3, 1, 1), (112, 144), MANY),
     # Few rows.
     "mma-8": _mma(8, (1, 2, 4, 8, 16, 32, 64, 128)),
-    "mma-12": _mma(12, (128, 256)),
-    "mma-16": _mma(16, (256,)),
     # Rows in E4M3: as compiled for users, what bounds them, other shapes, and ping-pong.
     "e4m3-16": _e4m3(16, (4, 1, 4), (8,), (1, 8, 16, 32, 64, 128, 256)),
     "e4m3-32": _e4m3(32, (4, 1, 4), (8, 16, 24), FEW),
@@ -229,6 +294,10 @@ VARIANTS: dict[str, Variant] = {
     "rows-64": _rows(64, (4, 1, 2), (32, 48), MANY),
     "rows-112-12warps": _rows(112, (3, 1, 2), (64, 80, 88, 96, 104), MANY),
     "rows-120-12warps": _rows(120, (3, 1, 2), (64, 80, 88, 96, 104, 112), MANY),
+    "rows-128-all": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=ALL_OF_K),
+    "rows-128-12warps-all": _rows(128, (3, 1, 2), (64, 80, 96, 112), MANY, changes=ALL_OF_K),
+    "rows-104-16warps-all": _rows(104, (4, 1, 2), (64, 80), MANY, changes=ALL_OF_K),
+    "rows-112-16warps-all": _rows(112, (4, 1, 2), (80,), MANY, changes=ALL_OF_K),
     "rows-128-math": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=MATH),
 }
 
@@ -242,8 +311,6 @@ def sources(variant: Variant) -> dict[str, str]:
         files[name] = files[name].replace(old, new)
     family = replace(variant.family, tiles={variant.tile.block_m: variant.tile}, parts=("gate_up", "down"))
     unit = kernel_build.unit_source(family, "mxfp4")
-    if variant.family is W4A16_MMA and variant.tile.block_m % 8:  # runs in the kernel for the next multiple of 8
-        unit = kernel_build.unit_source(replace(family, tiles={16: W4A16_MMA.tiles[16]}), "mxfp4")
     files["instantiations/variant.cu"] = unit
     there, end = files["ptx/wgmma.cuh"], "// clang-format on"
     widths = sorted({variant.tile.block_m, *variant.tile.widths}) if variant.tile.warpgroups else []
@@ -458,7 +525,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
                     torch.cuda.synchronize()
                     reference = expected(*_layout(variant), tokens) if variant.proven else outs[0].float()
                     error = float((outs[0].float() - reference).norm() / reference.norm())
-                    if variant.proven and not error <= TOLERANCE:
+                    if variant.proven and not error <= variant.tolerance:
                         print(f"{title}: WRONG, error {error:.2g}", flush=True)
                         continue
                     times = []
