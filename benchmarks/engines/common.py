@@ -143,29 +143,33 @@ def sums(count: int) -> list[tuple[str, str]]:
 
 
 def random_weights(module: Any, *_: Any, **__: Any) -> None:
-    """Fill the parameters of one module: as in a trained model, tokens differ, and so do the experts that they choose.
+    """Fill the parameters of one module with :func:`random_weight`."""
+    for name, parameter in module.named_parameters(recurse=False):
+        random_weight(parameter.data, name=name)
+
+
+def random_weight(tensor: Any, name: str) -> None:
+    """Fill a parameter: as in a trained model, tokens differ, and so do the experts that they choose.
 
     Engines' own dummy weights, of 1e-3 at most, let a router's bias send all tokens to the same experts.
     """
     import torch
 
-    for name, parameter in module.named_parameters(recurse=False):
-        tensor = parameter.data
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        if "bias" in name or "sink" in name or "g_idx" in name or "indices" in name or "shape" in name:
-            tensor.zero_()
-        elif "scale" in name:
-            tensor.fill_(120 if tensor.dtype == torch.uint8 else 2.0**-7)  # both are 2**-7
-        elif tensor.dim() == 1:
-            tensor.fill_(1)  # a norm's
-        elif not tensor.dtype.is_floating_point:
-            tensor.view(torch.uint8).random_(0, 256)
-        elif tensor.dtype.itemsize == 1:
-            for row in tensor:
-                row.copy_(torch.randn(row.shape, device=row.device))
-        else:
-            tensor.normal_(0, tensor.shape[-1] ** -0.5)
+    if tensor.device.type == "meta" or not tensor.numel():
+        return
+    if "bias" in name or "sink" in name or "g_idx" in name or "indices" in name or "shape" in name:
+        tensor.zero_()
+    elif "scale" in name:
+        tensor.fill_(120 if tensor.dtype == torch.uint8 else 2.0**-7)  # both are 2**-7
+    elif tensor.dim() == 1:
+        tensor.fill_(1)  # a norm's
+    elif not tensor.dtype.is_floating_point:
+        tensor.view(torch.uint8).random_(0, 256)
+    elif tensor.dtype.itemsize == 1:
+        for row in tensor:
+            row.copy_(torch.randn(row.shape, device=row.device))
+    else:
+        tensor.normal_(0, tensor.shape[-1] ** -0.5)
 
 
 def floors(case: str, device: str = "cuda") -> dict[str, float]:
@@ -510,6 +514,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
         "--seconds", type=float, default=math.inf, help="engines that run longer, all together, are ended"
     )
     parser.add_argument("--count", type=int, default=100, help="questions to each checkpoint")
+    parser.add_argument("--again", type=int, default=0, help="how often to ask all questions again; vLLM only")
     parser.add_argument("--commit", help="of the code, where git does not know it")
     args = parser.parse_args()
     global _until

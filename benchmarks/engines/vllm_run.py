@@ -6,7 +6,9 @@
 
 ``answers`` asks each bundled checkpoint that vLLM can run for sums, once with ``POLYMOE=require`` and once with
 ``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
-layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). ``reload`` starts
+layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). With ``--again``
+it asks all questions so often again, and counts the answers that stay the same; where vLLM moves experts between ranks
+(EPLB), also the places that hold another expert after each time (``moved``). ``reload`` starts
 each with CUDA graphs, reloads changed weights, the first ones, and the changed ones again, and compares the answers
 with those of a fresh start. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts
 about uniformly: for each backend the time to load, the peak of memory while loading, and the time inside the experts'
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import socket
 import sys
@@ -72,8 +75,17 @@ def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         with contextlib.suppress(ImportError):
             runner = importlib.import_module(f"vllm.v1.worker.{name}").GPUModelRunner
             runner.load_model = measured(runner.load_model)
-    dummy_loader = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
-    dummy_loader.initialize_dummy_weights = common.random_weights  # called for each module
+    dummy_loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
+    dummy_loader.initialize_dummy_weights = common.random_weights  # called for each module, until vLLM 0.26
+    theirs = getattr(dummy_loader, "initialize_single_dummy_weight", None)  # since 0.33 for each tensor, buffers too
+
+    def fill(tensor: torch.Tensor, name: str) -> None:
+        if isinstance(tensor, torch.nn.Parameter):
+            common.random_weight(tensor.data, name)
+        elif theirs:
+            theirs(tensor, name=name)
+
+    dummy_loader.initialize_single_dummy_weight = fill
     start = time.perf_counter()
     llm = vllm.LLM(seed=0, disable_log_stats=True, enable_prefix_caching=False, **settings)
     found["ready_s"] = round(time.perf_counter() - start, 1)
@@ -100,11 +112,26 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     found |= {"right": sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))}
     if request.get("capture"):
         found["layer_errors"] = common.layer_errors(Path(request["settings"]["model"]))
+    held, again, moves = [], [], request["settings"].get("enable_eplb")
+    for _ in range(request.get("again", 0)):
+        held += llm.collective_rpc(experts_held) if moves else []
+        again.append(sum(a == b for a, b in zip(ask(), tokens, strict=True)))
+    if again:
+        found["same_again"] = again
+    if moves:
+        held += llm.collective_rpc(experts_held)
+        found["moved"] = [int((a != b).sum()) for a, b in itertools.pairwise(held)]
     reloaded = []
     for path in request.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         reloaded.append(ask())
     return found | {"tokens": tokens, "of": len(texts)} | ({"reloaded": reloaded} if reloaded else {})
+
+
+def experts_held(worker: Any) -> Any:
+    """The expert of each place of each layer, of an engine that moves experts."""
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    return state.physical_to_logical_map.cpu().clone()
 
 
 def speed(request: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +230,7 @@ def run_answers(args: Namespace, record: Record) -> None:
 
     def ask(name: str, mode: str) -> dict[str, Any]:
         settings = small(name, args, enforce_eager=not args.graphs)
-        request = {"what": "answers", "count": args.count, "settings": settings}
+        request = {"what": "answers", "count": args.count, "settings": settings, "again": args.again}
         request["capture"] = mode == "require" and args.tp == args.dp == 1
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
