@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.launch.args import fields
 from polymoe.kernels.cuda.targets import Target
 
 __all__ = ["MOST_EXPERTS", "MOST_PARTS", "NEXT_WAVE", "FetchExpertsArgs", "PlaceExpertsArgs", "SlotLaunches"]
@@ -21,17 +22,15 @@ NEXT_WAVE = -1
 
 _THREADS = 512
 _CTAS = 16  # that copy: 1 MB is on its way, as much as the rate of PCIe 5 times its latency needs many times over
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
 class PlaceExpertsArgs(ctypes.Structure):
     """Arguments of ``place_experts``; the source documents the fields."""
 
-    _fields_ = (
-        *((name, _POINTER) for name in ("ids", "slot_ids", "slot_of_expert", "expert_of_slot", "misses")),
-        *((name, _POINTER) for name in ("last_use", "counters", "wave_of_expert", "waves")),
-        ("condition", ctypes.c_ulonglong),
-        *((name, _INT) for name in ("rows", "first_expert", "experts", "slots", "long_ids", "wave")),
+    _fields_ = fields(
+        "pointers ids slot_ids slot_of_expert expert_of_slot misses last_use counters wave_of_expert waves",
+        "unsigned_longs condition",
+        "ints rows first_expert experts slots long_ids wave",
     )
 
 
@@ -39,11 +38,11 @@ class FetchExpertsArgs(ctypes.Structure):
     """Arguments of ``fetch_experts``; the source documents the fields."""
 
     _fields_ = (
-        ("misses", _POINTER),
-        ("from_", _POINTER * MOST_PARTS),
-        ("to", _POINTER * MOST_PARTS),
+        ("misses", ctypes.c_void_p),
+        ("from_", ctypes.c_void_p * MOST_PARTS),
+        ("to", ctypes.c_void_p * MOST_PARTS),
         ("bytes", ctypes.c_longlong * MOST_PARTS),
-        ("parts", _INT),
+        ("parts", ctypes.c_int),
     )
 
 

@@ -237,10 +237,6 @@ class KernelFamily:
         """Return the threads of a CTA."""
         return self.warps.threads(self.tiles[block_m])
 
-    def stage_bytes(self, format: str, block_m: int) -> int:
-        """Return the bytes of a pipeline stage."""
-        return self.warps.stage_bytes(self.formats[format], self.tiles[block_m])
-
     def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline for ``k`` columns of weights, with as many stages as fit in shared memory."""
         return self.warps.pipeline(budget, self.formats[format], part, self.tiles[block_m], k)
