@@ -69,6 +69,21 @@ def test_readers_are_named_and_transformers_answers_the_same(
     assert answers[0] == answers[1] == [row["answer"] for row in rows if len(row["prompt"]) == 8]
 
 
+@pytest.mark.parametrize(("format", "wrong"), [("int4_g32", False), ("int4_g128", True), ("fp8_block128", False)])
+def test_marlin_of_vllm_needs_two_groups_a_row_of_down(bf16: Path, format: str, wrong: bool) -> None:
+    """The model has H 256 and F 128: by 128, rows of gate have two groups and rows of down have one."""
+    said: list[str] = []
+
+    def begin(layers: Sequence[StoredLayer], stacked: bool) -> None:
+        said.extend(readers(layers, stacked=stacked))
+        raise InterruptedError  # before anything is written
+
+    with pytest.raises(InterruptedError):
+        quantize_checkpoint(bf16, format, bf16.parent / "not-written", begin=begin)
+    vllm = next(sentence for sentence in said if sentence.startswith("vLLM"))
+    assert ("only with polymoe where a rank's experts have 128 intermediate columns" in vllm) == wrong
+
+
 def test_names_are_known() -> None:
     from polymoe.engines import readers as module
 
