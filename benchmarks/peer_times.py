@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ALL = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
+ALL = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
 
 
 @dataclass(frozen=True, slots=True)

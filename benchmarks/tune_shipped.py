@@ -24,7 +24,7 @@ from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
 from polymoe.cli.output import measured_on
 
-TOKENS = tuple(2**n for n in range(14))
+TOKENS = tuple(2**n for n in range(15))
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class TestSelect:
 
     def test_where_times_come_from_is_said(self) -> None:
         text = str(self.of(*(measured(t, 1e-3) for t in (1, 4, 16, 64, 256, 1024, 4096, 16384))))
-        assert "toy (tile=32), 0.0 us at 1 to 0.0 us at 8192 (measured)" in text
+        assert "toy (tile=32), 0.0 us at 1 to 0.0 us at 16384 (measured)" in text
         assert "(predicted)" in str(self.of())
 
     def test_an_untuned_gpu_is_told_what_to_do(self) -> None:

@@ -33,7 +33,7 @@ class _Ranks:
     tp: int | None = option(None, "Tensor parallel size.", min=1)
     ep: int | None = option(None, "Expert parallel size.", min=1)
     tokens: tuple[int, ...] = option(
-        "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192", "Token counts, separated by commas.", "--tokens",
+        "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192,16384", "Token counts, separated by commas.", "--tokens",
         parse=token_counts,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ Role = Literal["decode", "prefill", "mixed"]
 """The kind of calls that a plan is made for; :data:`ROLE_TOKENS` lists their token counts."""
 
 _DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_PREFILL = (1024, 2048, 4096, 8192)
+_PREFILL = (1024, 2048, 4096, 8192, 16384)
 ROLE_TOKENS: dict[str, tuple[int, ...]] = {"decode": _DECODE, "prefill": _PREFILL, "mixed": _DECODE + _PREFILL}
 """Token counts at which layouts are compared for each role."""
 
