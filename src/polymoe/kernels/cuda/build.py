@@ -13,7 +13,6 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
 from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, MAX_STAGES, TeamPipeline
 from polymoe.kernels.cuda.spec import (
     KERNEL_FAMILIES,
@@ -72,19 +71,11 @@ def _header() -> str:
     return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
 
 
-_MACROS: Mapping[type[GemmArgs], str] = {
-    GemmArgs: "POLYMOE_GEMM_KERNEL",
-    FewRowsArgs: "POLYMOE_FEW_ROWS_KERNEL",
-    RoundingArgs: "POLYMOE_ROUNDING_KERNEL",
-}
-"""The macro for a kernel, by its argument. One writes the name, threads and a function after it."""
-
-
 def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
     """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
     source, weights = family.source or family.name, family.formats[format]
     shared = "what shares a scale, " if family.scales else ""
-    headers = [*(["dequant/fp4_cvt"] if cvt else []), f"gemm/{source}"]
+    headers = ["entry", *(["dequant/fp4_cvt"] if cvt else []), f"gemm/{source}"]
     lines = [_NOTICE + "".join(f'#include "../{header}.cuh"\n' for header in headers)]
     lines += ["// clang-format off", f"// Last arguments: {shared}the part, {family.warps.meaning}"]
     cpp = weights.cvt if cvt else weights.cpp
@@ -94,7 +85,8 @@ def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
                 numbers = map(str, family.warps.template(weights, tile, variant))
                 arguments = ", ".join(filter(None, (family.scales, cpp, PARTS[part], *numbers)))
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
-                lines.append(f"{_MACROS[family.args]}({name}, {threads}, {source}_gemm<{arguments}>)")
+                function = f"{source}_gemm<{arguments}>"
+                lines.append(f"POLYMOE_KERNEL({name}, {family.args.__name__}, ({threads}, 1), {function})")
     return "\n".join(lines) + "\n"
 
 

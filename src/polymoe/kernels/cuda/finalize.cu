@@ -1,5 +1,6 @@
 // After the last GEMM: each token's weighted sum of its experts' rows of y.
 #include "entry.cuh"
+#include "expert_ids.cuh"
 #include "permuted_row.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -70,9 +71,7 @@ __device__ __forceinline__ void finalize(const FinalizeArgs& args) {
             if (args.expanded_to_permuted) {
                 row = args.expanded_to_permuted[expanded].permuted_row;
             } else {
-                const long long id = (args.long_ids ? static_cast<const long long*>(args.ids)[expanded]
-                                                    : static_cast<const int*>(args.ids)[expanded]) -
-                                     args.first_expert;
+                const long long id = expert_id(args, expanded) - args.first_expert;
                 if (id >= 0 && id < args.experts) row = static_cast<int>(expanded);
             }
         }

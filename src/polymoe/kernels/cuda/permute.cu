@@ -1,5 +1,6 @@
 // Ahead of the first GEMM: which expanded rows go to which expert, and x in permuted tiles.
 #include "entry.cuh"
+#include "expert_ids.cuh"
 #include "gemm/args.cuh"
 #include "permuted_row.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -26,15 +27,6 @@ struct PermutationArgs {
 
 __device__ __forceinline__ PermutedRow make_permuted_row(int permuted_row, int tile_row, int row, int rows) {
     return {permuted_row, tile_row, row, padded_rows(rows)};
-}
-
-// Which of the local experts an expanded row chose, or -1.
-__device__ __forceinline__ int local_expert(const PermutationArgs& args, int row) {
-    if (row >= args.rows) return -1;
-    const long long id =
-        (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
-        args.first_expert;
-    return id >= 0 && id < args.experts ? static_cast<int>(id) : -1;
 }
 
 // Inclusive prefix sum over a warp.

@@ -1,8 +1,9 @@
 // x to E4M3 with a float32 scale for each row and 128 columns, to permuted tiles or row by row; and x or h row by row
 // with one scale for a row.
 #include "dequant/e4m3.cuh"
+#include "e4m3_scale.cuh"
 #include "entry.cuh"
-#include "exact_divide.cuh"
+#include "expert_ids.cuh"
 #include "permuted_row.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -48,12 +49,6 @@ __device__ __forceinline__ float max_of_lanes(float value) {
     return value;
 }
 
-// The scale with which so large a number becomes the largest of E4M3; 1 for zero.
-__device__ __forceinline__ float scale_of(float amax) {
-    const float scale = amax / 448.0f;
-    return scale == 0.0f ? 1.0f : scale;
-}
-
 // 16 columns in E4M3, of which x keeps nothing: no register is taken for it while codes are stored.
 __device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float inverse) {
     uint32_t words[4];
@@ -65,8 +60,6 @@ __device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float i
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
-
-__device__ __forceinline__ float inverse_of(float scale) { return fminf(1.0f / scale, 3.4028235e38f); }
 
 // Where a row's codes and scales go: to a row of its own, or to permuted tiles, as epilogue/e4m3_tiles.cuh describes
 // them.
@@ -221,9 +214,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
     }
     if (args.input_scales) {
         if (!there) return;
-        const long long id =
-            args.long_ids ? static_cast<const long long*>(args.ids)[number] : static_cast<const int*>(args.ids)[number];
-        scale = args.input_scales[id - args.first_expert];
+        scale = args.input_scales[expert_id(args, number) - args.first_expert];
     } else {
         scale = scale_of(max_of_row(scale, maxima, row_of_cta, args.threads));
         if (!there) return;

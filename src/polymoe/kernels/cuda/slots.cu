@@ -2,6 +2,8 @@
 // in none. Both kernels have fixed grids and addresses, so CUDA graphs capture them.
 #include <cstdint>
 
+#include "entry.cuh"
+#include "expert_ids.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/memory.cuh"
 
@@ -43,9 +45,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
     const long long step = args.counters[0] + 1;
     __syncthreads();
     for (int row = thread; row < args.rows; row += threads) {
-        const long long id =
-            (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
-            args.first_expert;
+        const long long id = expert_id(args, row) - args.first_expert;
         if (id < 0 || id >= args.experts || (wave && args.wave_of_expert[id] != wave)) continue;
         slots[id] = args.slot_of_expert[id];  // all that write write the same
     }
@@ -90,9 +90,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
         if (slots[e] >= 0) args.last_use[slots[e]] = step;
     }
     for (int row = thread; row < args.rows; row += threads) {
-        const long long id =
-            (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
-            args.first_expert;
+        const long long id = expert_id(args, row) - args.first_expert;
         args.slot_ids[row] = id >= 0 && id < args.experts && slots[id] >= 0 ? args.first_expert + slots[id] : -1;
     }
     if (thread == 0) {
@@ -154,12 +152,5 @@ __device__ __forceinline__ void fetch_experts(const FetchExpertsArgs& args) {
 
 }  // namespace polymoe
 
-extern "C" __global__ void __launch_bounds__(512)
-    place_experts(const __grid_constant__ polymoe::PlaceExpertsArgs args) {
-    polymoe::place_experts(args);
-}
-
-extern "C" __global__ void __launch_bounds__(polymoe::kCopyThreads)
-    fetch_experts(const __grid_constant__ polymoe::FetchExpertsArgs args) {
-    polymoe::fetch_experts(args);
-}
+POLYMOE_KERNEL(place_experts, PlaceExpertsArgs, (512), polymoe::place_experts)
+POLYMOE_KERNEL(fetch_experts, FetchExpertsArgs, (polymoe::kCopyThreads), polymoe::fetch_experts)

@@ -35,6 +35,7 @@ inline void cp_async(uint32_t smem, const void* global) {
     memset(to, 0xFF, BYTES);
     here.now->copies.push_back({to, static_cast<const uint8_t*>(global), BYTES, 0});
 }
+inline void cp_async_4(uint32_t smem, const void* global) { cp_async<4>(smem, global); }
 inline void cp_async_16(uint32_t smem, const void* global) { cp_async<16>(smem, global); }
 inline void cp_async_mbarrier_arrive(uint32_t barrier) {
     auto& copies = here.now->copies;

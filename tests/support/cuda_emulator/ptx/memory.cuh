@@ -42,6 +42,4 @@ inline void fence_proxy_async() {}
 
 inline uint32_t ld_shared_u16(uint32_t smem) { return load_shared<uint16_t>(smem); }
 
-inline void st_shared_u16(uint32_t smem, uint16_t v) { store_shared(smem, v); }
-
 }  // namespace polymoe

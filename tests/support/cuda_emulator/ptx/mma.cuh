@@ -22,11 +22,6 @@ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
     });
 }
 
-inline void mma_m16n8k16(float (&d)[4], const float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    for (int i = 0; i < 4; ++i) d[i] = c[i];
-    mma_m16n8k16(d, a, b0, b1);
-}
-
 inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     struct Brought {
         float* c;

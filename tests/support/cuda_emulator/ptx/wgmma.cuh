@@ -88,6 +88,10 @@ struct WgmmaRS {
 template <int N>
 struct WgmmaSS {
     static void add_bf16(float* d, uint64_t a, uint64_t b) { here.now->open.push_back({d, nullptr, a, b, N}); }
+    static void add_e4m3(float* d, uint64_t a, uint64_t b) { here.now->open.push_back({d, nullptr, a, b, N, true}); }
+    static void set_e4m3(float* d, uint64_t a, uint64_t b) {
+        here.now->open.push_back({d, nullptr, a, b, N, true, true});
+    }
 };
 
 }  // namespace polymoe

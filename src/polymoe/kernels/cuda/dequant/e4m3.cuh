@@ -6,8 +6,6 @@
 
 namespace polymoe {
 
-constexpr int kGateUpTiles = kDown + 1;  // a part: gate, up and the activation, where x is in permuted tiles
-
 // What shares a scale: 128 x 128 weights, and 128 columns of a row of x; or a row of weights, and a row of x.
 enum Scales { kBlock128, kChannel };
 

@@ -3,7 +3,7 @@
 // CTA computes at a time; its warps exchange the maxima of each row.
 #pragma once
 #include "../dequant/e4m3.cuh"
-#include "../exact_divide.cuh"
+#include "../e4m3_scale.cuh"
 #include "../pipeline.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/ldmatrix.cuh"
@@ -56,9 +56,8 @@ __device__ __forceinline__ void store_h_e4m3_rows(const GemmArgs& args, float (&
         float scale = 0.0f;
 #pragma unroll
         for (int other = 0; other < w8::kWarps; ++other) scale = fmaxf(scale, maxima.of_warp[other][threadIdx.x]);
-        scale /= 448.0f;
-        if (scale == 0.0f) scale = 1.0f;
-        maxima.scale[threadIdx.x] = make_float2(scale, fminf(1.0f / scale, 3.4028235e38f));
+        scale = scale_of(scale);
+        maxima.scale[threadIdx.x] = make_float2(scale, inverse_of(scale));
         reinterpret_cast<float*>(out + static_cast<long long>(threadIdx.x) * bytes + columns)[n_tile] = scale;
     }
     named_barrier_sync(1, w8::kWarps * 32);

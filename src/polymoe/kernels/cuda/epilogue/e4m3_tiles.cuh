@@ -4,6 +4,7 @@
 // Behind a work tile's tiles stand their rows' scales. 128 columns of h are the 256 rows of weights, gate and up
 // interleaved, that a CTA computes at a time; its warps exchange the maxima of each row.
 #pragma once
+#include "../e4m3_scale.cuh"
 #include "../pipeline.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "rows.cuh"
@@ -85,9 +86,8 @@ __device__ __forceinline__ void store_h_e4m3(const GemmArgs& args, float (&acc)[
     const int padded = padded_rows(tile.rows), blocks = (width + 127) / 128;
     uint8_t* out = static_cast<uint8_t*>(args.out) + static_cast<long long>(tile.padded_row) * blocks * kE4m3RowBytes;
     if (threadIdx.x < tile.rows) {
-        const float scale = tile_amax[threadIdx.x] / 448.0f;
         reinterpret_cast<float*>(out + blocks * padded * 128)[n_block / 4 * padded + threadIdx.x] =
-            scale == 0.0f ? 1.0f : scale;
+            scale_of(tile_amax[threadIdx.x]);
     }
     out += n_block / 4 * padded * 128 + g * 128;
 #pragma unroll

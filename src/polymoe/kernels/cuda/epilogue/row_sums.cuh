@@ -6,6 +6,7 @@
 // both; other rows are permuted so that of each 16 a lane has four neighbouring columns of the result.
 #pragma once
 #include "../dequant/e4m3.cuh"
+#include "../e4m3_scale.cuh"
 #include "../pipeline.cuh"
 #include "../ptx/memory.cuh"
 #include "activation.cuh"
@@ -131,10 +132,7 @@ __device__ __forceinline__ void store_h_tiles(const GemmArgs& args, RowSums<BLOC
             const int chunk = (warpgroup * 4 + half * 2 + t / 2) ^ g;
             if (row < tile.rows) *reinterpret_cast<uint2*>(out + row * 128 + chunk * 16) = codes;
         }
-        if (warpgroup == 0 && t == 0 && row < tile.rows) {
-            const float scale = most / 448.0f;
-            scales[row] = scale == 0.0f ? 1.0f : scale;
-        }
+        if (warpgroup == 0 && t == 0 && row < tile.rows) scales[row] = scale_of(most);
     });
 }
 

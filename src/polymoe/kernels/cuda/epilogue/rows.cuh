@@ -15,12 +15,21 @@ __device__ __forceinline__ float load_bias(const void* bias, int dtype, long lon
     return dtype == kFloat32 ? static_cast<const float*>(bias)[i] : 0.0f;
 }
 
-// What an expert's accumulators are multiplied by: the factor in the format's decoded scales, undone, and the expert's
-// own scale.
-template <class F>
-__device__ __forceinline__ float acc_scale(const float* expert_scale, int expert) {
-    return expert_scale ? F::kAccScale * expert_scale[expert] : F::kAccScale;
-}
+// An expert, and what its accumulators are multiplied by, with a gate those of gate and of up: the factor in the
+// format's decoded scales, undone, and the expert's own scale.
+template <class F, int PART>
+struct ExpertScales {
+    int expert;
+    float low, high;
+
+    __device__ __forceinline__ ExpertScales(const GemmArgs& args, int expert) : expert(expert) {
+        low = of(args.expert_scale, expert), high = PART == kGateUp ? of(args.up_expert_scale, expert) : low;
+    }
+
+    static __device__ __forceinline__ float of(const float* scales, int expert) {
+        return scales ? F::kAccScale * scales[expert] : F::kAccScale;
+    }
+};
 
 // What the sums of a work tile's row are multiplied by, where router weights multiply the input. Beyond the last row,
 // that row's.

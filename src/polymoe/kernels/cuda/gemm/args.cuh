@@ -7,7 +7,8 @@
 
 namespace polymoe {
 
-enum Part { kGateUp, kUp, kDown };  // gate, up and the activation; up and relu squared; down
+// Gate, up and the activation; up and relu squared; down; the first where x comes in permuted tiles (w8a8).
+enum Part { kGateUp, kUp, kDown, kGateUpTiles };
 enum BiasDtype { kNone, kBfloat16, kFloat16, kFloat32 };
 enum ActivationKind { kSwiglu, kGelu, kGeluTanh };
 
@@ -59,10 +60,3 @@ struct GemmArgs {
 };
 
 }  // namespace polymoe
-
-// A kernel's entry point. The body is a call of a function template with GemmArgs.
-#define POLYMOE_GEMM_KERNEL(NAME, THREADS, ...)                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::GemmArgs args) { \
-        using namespace polymoe;                                                                                    \
-        __VA_ARGS__(args);                                                                                          \
-    }

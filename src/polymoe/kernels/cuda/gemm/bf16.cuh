@@ -146,11 +146,7 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
     constexpr int kStageBlock = kStageBlockBytes<K_BLOCKS>;
     const bool leader = threadIdx.x % 32 == 0;
     const int stages = k / (64 * K_BLOCKS), k_tail = k - stages * (64 * K_BLOCKS);
-#pragma unroll
-    for (int m = 0; m < N_BLOCKS; ++m) {
-#pragma unroll
-        for (int i = 0; i < M / 2; ++i) acc[m][i] = 0.0f;
-    }
+    clear<M / 2>(acc);
     uint32_t released = 0;
     for (int s = 0; s < stages; ++s) {
         const uint32_t stage = pipeline.wait_full(), weights = stage + warpgroup * N_BLOCKS * kStageBlock;

@@ -1,5 +1,6 @@
 // GEMMs for few rows: those that sort up to 32 expanded rows by themselves need no launch for that ahead of them.
 #pragma once
+#include "../expert_ids.cuh"
 #include "args.cuh"
 
 namespace polymoe {
@@ -8,15 +9,6 @@ struct FewRowsArgs : GemmArgs {
     const void* ids;  // [rows]: expert ids, from which work tiles follow; or null: work tiles are given
     int rows, first_expert, experts, long_ids;
 };
-
-// Which of the local experts an expanded row chose, or -1.
-__device__ __forceinline__ int local_expert(const FewRowsArgs& args, int row) {
-    if (row >= args.rows) return -1;
-    const long long id =
-        (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
-        args.first_expert;
-    return id >= 0 && id < args.experts ? static_cast<int>(id) : -1;
-}
 
 // Up to 32 expanded rows in the order of their experts' first rows, and their work tiles. In shared memory.
 struct SortedRows {
@@ -51,10 +43,3 @@ struct SortedRows {
 };
 
 }  // namespace polymoe
-
-// A kernel's entry point. The body is a call of a function template with FewRowsArgs.
-#define POLYMOE_FEW_ROWS_KERNEL(NAME, THREADS, ...)                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::FewRowsArgs args) { \
-        using namespace polymoe;                                                                                       \
-        __VA_ARGS__(args);                                                                                             \
-    }

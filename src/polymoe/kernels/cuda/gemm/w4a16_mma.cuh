@@ -49,16 +49,15 @@ constexpr bool kInRounds = kMmaConsumerWarps / TEAMS == BLOCK_N / 16;
 template <class F>
 constexpr int kStageBytes = kStageCodes + kMmaStageBlocks / F::kScaleBlocks * F::kScaleBytes;
 
-// Dequantized weights times x. `scale_words` belong to the two tiles of 16 rows, b to x.
-template <class F>
-__device__ __forceinline__ void mma_words(float (&acc)[2][4], const uint4 (&words)[2],
-                                          const uint32_t (&scale_words)[2][kScaleWords<F>],
+// Dequantized weights of tiles of 16 rows times x, of which b is.
+template <class F, int TILES>
+__device__ __forceinline__ void mma_words(float (&acc)[TILES][4], const uint4 (&words)[TILES],
+                                          const typename F::Scales (&scales)[TILES],
                                           const uint32_t (&b)[kBlockColumns<F> / 32][4]) {
-    const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
     for (int step = 0; step < kBlockColumns<F> / 16; ++step) {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
             const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
             uint32_t a[4];
             dequantize<F>(a, word + step * kStepWords<F>, F::scale(scales[tile], step));
@@ -79,7 +78,8 @@ __device__ __forceinline__ void mma_block(float (&acc)[2][4], uint32_t codes, ui
     for (int i = 0; i < kBlockColumns<F> / 32; ++i) ldmatrix_x4(b[i], x + i * 64);
     __syncwarp();
     if (leader) mbarrier_arrive(empty);
-    mma_words<F>(acc, words, scale_words, b);
+    const typename F::Scales decoded[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
+    mma_words<F>(acc, words, decoded, b);
 }
 
 // The k_tail, fewer columns than a block, in steps of 16.
@@ -106,18 +106,6 @@ __device__ __forceinline__ void mma_k_tail(float (&acc)[TILES][4], uint32_t code
         }
     }
 }
-
-// An expert, and what its accumulators are multiplied by.
-template <class F, int PART>
-struct ExpertScales {
-    int expert;
-    float low, high;
-
-    __device__ __forceinline__ ExpertScales(const GemmArgs& args, int expert) : expert(expert) {
-        low = acc_scale<F>(args.expert_scale, expert);
-        high = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, expert) : low;
-    }
-};
 
 // Where the results of rows 2t and 2t + 1 of a work tile go: to these rows, or nowhere if negative.
 template <int PART>
@@ -541,13 +529,13 @@ struct Cta {
                     if (blocks == kStageK) {
 #pragma unroll
                         for (int i = 0; i < kStageK; ++i) {
-                            mma_tile(acc[0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes);
+                            mma_tile(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes);
                             codes += tiles * 512;
                         }
                     } else {
 #pragma unroll 1
                         for (int i = 0; i < blocks; ++i) {
-                            mma_tile(acc[0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x);
+                            mma_tile(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x);
                             codes += tiles * 512, x += kXBytes;
                         }
                         if (k_tail) {
@@ -572,19 +560,13 @@ struct Cta {
     }
 
     // A block's columns of a tile of 16 rows of weights, for 8 rows of x.
-    __device__ __forceinline__ void mma_tile(float (&acc)[4], uint32_t codes, uint32_t scales, uint32_t x) const {
-        const uint4 words = ld_shared_v4(codes);
-        const typename F::Scales decoded = load_scales<F>(scales);
+    __device__ __forceinline__ void mma_tile(float (&acc)[1][4], uint32_t codes, uint32_t scales, uint32_t x) const {
+        const uint4 words[1] = {ld_shared_v4(codes)};
+        const typename F::Scales decoded[1] = {load_scales<F>(scales)};
         uint32_t b[kColumns / 32][4];
 #pragma unroll
         for (int i = 0; i < kColumns / 32; ++i) ldmatrix_x4(b[i], x + i * 64);
-        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int step = 0; step < kColumns / 16; ++step) {
-            uint32_t a[4];
-            dequantize<F>(a, word + step * kStepWords<F>, F::scale(decoded, step));
-            mma_m16n8k16(acc, a, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
-        }
+        mma_words<F>(acc, words, decoded, b);
     }
 };
 

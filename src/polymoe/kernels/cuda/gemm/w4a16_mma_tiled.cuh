@@ -238,13 +238,12 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
             W4a16MmaMainloop<F, WARPGROUPS, BLOCK_M>(acc, args, pipeline).template run<WIDTHS...>(tile.rows);
             // Read anew: registers have no room for it beside the main loop.
             if (PART != kDown) tile.padded_row = warp_uniform(args.work_tiles[index].padded_row);
-            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
-            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+            const ExpertScales<F, PART> scales(args, tile.expert);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int tile16 = n_block * 4 + warp * 2 + i;
                 if (tile16 >= tiles16) break;
-                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, low_scale, high_scale);
+                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, scales.low, scales.high);
                 for_activation<PART>(args, [&](auto evaluates) {
                     store_bf16<BLOCK_M, 1, decltype(evaluates)::how, PART != kDown>(args, tile, rows, acc[i][0],
                                                                                     tile16);

@@ -179,11 +179,7 @@ struct W4a16Mainloop {
     __device__ __forceinline__ void run(int rows) {
         x_step = padded_rows(rows) * 8;
         const int stages = k / (64 * K_BLOCKS), tail_steps = (k - stages * (64 * K_BLOCKS)) / 16;
-#pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
-        }
+        clear<BLOCK_M / 2>(acc);
         if (stages) {
             if (!kAhead) begin();
             with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
@@ -257,13 +253,12 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
             const int n_block = queued.n_block;
             const WorkTile tile = queued.rows;
             mainloop.template run<WIDTHS...>(tile.rows);
-            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
-            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+            const ExpertScales<F, PART> scales(args, tile.expert);
 #pragma unroll
             for (int m = 0; m < N_BLOCKS; ++m) {
                 const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
                 if (tile16 >= tiles16) break;
-                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, low_scale, high_scale);
+                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, scales.low, scales.high);
                 store_w4a16_tile<PART, BLOCK_M>(args, tile, rows, acc[m], tile16);
             }
         });

@@ -135,11 +135,7 @@ struct W4a8Mainloop {
     template <int... WIDTHS>
     __device__ __forceinline__ void run(int rows) {
         const int stages = k / (64 * K_BLOCKS), tail_blocks = k / 64 - stages * K_BLOCKS;
-#pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
-        }
+        clear<BLOCK_M / 2>(acc);
         if (stages) {
             with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
         }

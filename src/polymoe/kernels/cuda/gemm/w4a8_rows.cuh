@@ -249,11 +249,7 @@ struct W4a8RowsMainloop {
 
     template <int... WIDTHS>
     __device__ __forceinline__ void run(int stages, int rows) {
-#pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
-        }
+        clear<BLOCK_M / 2>(acc);
         with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
     }
 };

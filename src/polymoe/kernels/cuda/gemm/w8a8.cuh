@@ -142,11 +142,7 @@ struct Mainloop {
     template <int ROWS>
     __device__ __forceinline__ void run(int k_blocks, const QueuedTile& held) {
         constexpr int M = ROWS <= kWidest ? ROWS : ROWS / 2;
-#pragma unroll
-        for (int m = 0; m < kNBlocks; ++m) {
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; ++i) acc[m][i] = 0.0f;
-        }
+        clear<ROWS / 2>(acc);
         for (int left = k_blocks; left > 0; --left) {
             const uint32_t stage = pipeline.wait_full();
             if (!TILES) fence_proxy_async();  // x was copied by threads

@@ -137,11 +137,7 @@ struct Mainloop {
     }
 
     __device__ __forceinline__ void run(int k_blocks, const ChannelScales<kNBlocks>* channels) {
-#pragma unroll
-        for (int m = 0; m < kNBlocks; ++m) {
-#pragma unroll
-            for (int i = 0; i < M / 2; ++i) acc[m][i] = 0.0f;
-        }
+        clear<M / 2>(acc);
         uint32_t stage = pipeline.wait_full();
         load(stage, 0);
         convert(0);

@@ -17,9 +17,9 @@
 // first blocks need beside weights is loaded ahead of them: behind them it would wait until most of them are there.
 #pragma once
 #include "../dequant/e4m3.cuh"
+#include "../e4m3_scale.cuh"
 #include "../epilogue/f32_rows.cuh"
 #include "../pipeline.cuh"
-#include "../exact_divide.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
@@ -181,7 +181,7 @@ __device__ __forceinline__ float warp_max(float v) {
     return v;
 }
 
-// The scale with which so large a number becomes the largest of E4M3; 1 for zero.
+// As the function without a template, mostly without a division.
 template <bool ORDERED>
 __device__ __forceinline__ float scale_of(float amax) {
     // A quotient that is subnormal may be halfway between two numbers, where exact_divide would round it twice.
@@ -264,7 +264,7 @@ struct Columns {
                     by = scale_of<ORDERED>(
                         warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])))));
                 }
-                const float inverse = fminf(1.0f / by, 3.4028235e38f);
+                const float inverse = inverse_of(by);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) v[j] = exact_divide(v[j], by, inverse);
                 codes = pack_e4m3x2(v[0], v[1]) | pack_e4m3x2(v[2], v[3]) << 16;
@@ -577,11 +577,3 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
 }
 
 }  // namespace polymoe
-
-// A kernel's entry point. The body is a call of a function template with RoundingArgs.
-#define POLYMOE_ROUNDING_KERNEL(NAME, THREADS, ...)                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)       \
-        NAME(const __grid_constant__ polymoe::RoundingArgs args) { \
-        using namespace polymoe;                                   \
-        __VA_ARGS__(args);                                         \
-    }

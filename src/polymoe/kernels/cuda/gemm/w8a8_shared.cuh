@@ -12,8 +12,7 @@
 #include "../epilogue/row_sums.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
-#include "../ptx/wgmma_e4m3.cuh"
-#include "../ptx/word_copy.cuh"
+#include "../ptx/wgmma.cuh"
 #include "w8a8_producer.cuh"
 #include "widths.cuh"
 
@@ -66,9 +65,9 @@ struct Mainloop {
                     const uint64_t a = make_smem_desc_units(units + (S::kX + m * kMmaRows * 128) / 16);
                     const uint64_t b = make_smem_desc_units(units + weights);
                     if (part == 0) {
-                        WgmmaE4m3<kMmaColumns>::set(sum, a, b);
+                        WgmmaSS<kMmaColumns>::set_e4m3(sum, a, b);
                     } else {
-                        WgmmaE4m3<kMmaColumns>::add(sum, a, b);
+                        WgmmaSS<kMmaColumns>::add_e4m3(sum, a, b);
                     }
                 }
                 wgmma_commit();

@@ -1,4 +1,4 @@
-// The narrowest MMA that holds a work tile's rows.
+// The narrowest MMA that holds a work tile's rows, and its accumulators.
 #pragma once
 
 namespace polymoe {
@@ -16,6 +16,16 @@ __device__ __forceinline__ void with_narrowest(int rows, Run run) {
         if (rows > N) return with_narrowest<WIDER...>(rows, run);
     }
     run(Width<N>{});
+}
+
+// The first COUNT accumulators of each block.
+template <int COUNT, int BLOCKS, int MOST>
+__device__ __forceinline__ void clear(float (&acc)[BLOCKS][MOST]) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) acc[m][i] = 0.0f;
+    }
 }
 
 }  // namespace polymoe

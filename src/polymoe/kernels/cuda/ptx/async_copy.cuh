@@ -27,7 +27,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
 }
 
-// Arrives at the barrier when all cp_async_16 of this thread so far have landed.
+// 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(global) : "memory");
+}
+
+// Arrives at the barrier when all copies by this thread so far have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

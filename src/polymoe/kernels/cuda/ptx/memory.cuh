@@ -54,8 +54,4 @@ __device__ __forceinline__ uint32_t ld_shared_u16(uint32_t smem) {
     return v;
 }
 
-__device__ __forceinline__ void st_shared_u16(uint32_t smem, uint16_t v) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(v) : "memory");
-}
-
 }  // namespace polymoe

@@ -41,11 +41,11 @@ __device__ __forceinline__ uint64_t make_smem_desc_no_swizzle(uint32_t smem, uin
     return desc;
 }
 
-// a in registers: bfloat16 and float16 with K = 16, E4M3 with K = 32. `set` overwrites d.
+// a in registers. bfloat16 and float16 have K = 16, E4M3 has K = 32. `set` overwrites d.
 template <int N>
 struct WgmmaRS;
 
-// Both in shared memory, bfloat16.
+// Both in shared memory.
 template <int N>
 struct WgmmaSS;
 
@@ -112,14 +112,16 @@ POLYMOE_WGMMA_RS(224, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6,
 POLYMOE_WGMMA_RS(256, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6 POLYMOE_R7,
                 "{%128, %129, %130, %131}, %132", POLYMOE_D64(0), POLYMOE_D64(64));
 
-#define POLYMOE_WGMMA_SS(N, D, AB, ...)                                                                             \
-    template <>                                                                                                     \
-    struct WgmmaSS<N> {                                                                                             \
-        static __device__ __forceinline__ void add_bf16(float* d, uint64_t a, uint64_t b) {                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0, 0;" \
-                         : __VA_ARGS__                                                                              \
-                         : "l"(a), "l"(b));                                                                         \
-        }                                                                                                           \
+#define POLYMOE_METHOD_SS(NAME, TEXT, ...)                                                   \
+    static __device__ __forceinline__ void NAME(float* d, uint64_t a, uint64_t b) {          \
+        asm volatile("wgmma.mma_async.sync.aligned." TEXT : __VA_ARGS__ : "l"(a), "l"(b));   \
+    }
+#define POLYMOE_WGMMA_SS(N, D, AB, ...)                                                                        \
+    template <>                                                                                                \
+    struct WgmmaSS<N> {                                                                                        \
+        POLYMOE_METHOD_SS(add_bf16, "m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0, 0;", __VA_ARGS__) \
+        POLYMOE_METHOD_SS(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 0, 1, 1;", __VA_ARGS__)      \
+        POLYMOE_METHOD_SS(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 1, 1, 1;", __VA_ARGS__)      \
     }
 
 POLYMOE_WGMMA_SS(8, "%0, %1, %2, %3", "%4, %5", POLYMOE_D4(0));
@@ -133,14 +135,10 @@ POLYMOE_WGMMA_SS(64, POLYMOE_R0 POLYMOE_R1, "%32, %33", POLYMOE_D32(0));
 POLYMOE_WGMMA_SS(96, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2, "%48, %49", POLYMOE_D32(0), POLYMOE_D16(32));
 POLYMOE_WGMMA_SS(128, POLYMOE_R03, "%64, %65", POLYMOE_D64(0));
 POLYMOE_WGMMA_SS(160, POLYMOE_R03 POLYMOE_R4, "%80, %81", POLYMOE_D64(0), POLYMOE_D16(64));
-POLYMOE_WGMMA_SS(192, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5, "%96, %97", POLYMOE_D64(0), POLYMOE_D32(64));
-POLYMOE_WGMMA_SS(224, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6,
-                       "%112, %113", POLYMOE_D64(0), POLYMOE_D32(64), POLYMOE_D16(96));
-POLYMOE_WGMMA_SS(256, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6 POLYMOE_R7,
-                       "%128, %129", POLYMOE_D64(0), POLYMOE_D64(64));
 // clang-format on
 
 #undef POLYMOE_METHOD
+#undef POLYMOE_METHOD_SS
 #undef POLYMOE_WGMMA_RS
 #undef POLYMOE_WGMMA_SS
 
