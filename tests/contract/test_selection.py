@@ -265,7 +265,7 @@ def test_selection_as_json_has_verdicts_predictions_and_plan() -> None:
         "tokens": "1-63", "max_tokens": 63, "backend": "small", "family": "", "config": "tile=16", "proof": "unrun",
     }  # fmt: skip
     assert [[t["tokens"] for t in of_step] for of_step in times] == [
-        [1, 2, 4, 8, 16, 32, 63], [64, 128, 256, 512], [513, 1024, 2048, 4096, 8192],
+        [1, 2, 4, 8, 16, 32, 63], [64, 128, 256, 512], [513, 1024, 2048, 4096, 8192, 16384],
     ]  # fmt: skip
     assert times[0][0] == {k: found["candidates"][0]["predicted"][0][k] for k in ("tokens", "time_us", "source")}
     assert found["device"] == {"name": "h200", "arch": "sm_90", "rates": "measured"}
