@@ -5,7 +5,8 @@
 
 ``--share I/N`` runs one of N shares, for as many processes at once. ``--sms N`` runs on so many SMs that a CTA computes
 several tiles and its pipeline wraps; racecheck then reports hazards that are none (docs/performance/cuda.md). ``--only
-TEXT`` takes cubins whose name contains the text.
+TEXT`` takes cubins whose name contains the text; ``--only slots`` runs those of experts in host memory. With torch's
+caching allocator memcheck sees less, but calls are CUDA graphs, with a loop of waves.
 
 GPU kernels of torch are not used beside, since checking them takes most of the time. Kernels that are configured for
 other GPUs run too, where ``scripts/build-kernels --tests`` compiled them. Without torch's caching allocator each tensor
@@ -227,7 +228,9 @@ def main() -> None:
     index, shares = map(int, options.share.split("/"))
     worst = max((run(unit, ran) for unit in share(units(), index, shares) if options.only in str(unit)), default=0.0)
     if index == shares - 1 and not options.only:
-        worst = max(worst, sorts(), 0.0 if options.sms else slots())
+        worst = max(worst, sorts())
+    if index == shares - 1 and options.only in ("", "slots") and not options.sms:
+        worst = max(worst, slots())
     for kernel in sorted(ran):
         print(f"ran {kernel}")
     sys.exit(not worst <= TOLERANCE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -11,7 +13,7 @@ from polymoe.errors import ArgumentError, VerificationError
 from polymoe.kernels.cuda.driver import mapped_address
 from polymoe.kernels.cuda.slots import SlotLaunches
 from polymoe.kernels.cuda.targets import target_for
-from polymoe.layer.host_store import PageLocked
+from polymoe.layer.host_store import PageLocked, near
 from polymoe.layer.runtime import on_device
 from polymoe.machine import Machine
 from polymoe.machine.link import MeasuredLink
@@ -23,9 +25,15 @@ _RECORD_BYTES = 13 * 2**20  # about an expert of gpt-oss-120b in MXFP4
 _SLOTS, _RECORDS = 32, 96
 
 
-def measure_link(device: torch.device | str = "cuda") -> MeasuredLink:
+def measure_link(
+    device: torch.device | str = "cuda", make_host: Callable[[int], torch.Tensor] | None = None
+) -> MeasuredLink:
     """Measure the link with 96 experts of 13 MiB, in random order and in CUDA graphs, of which no 32 in a row are the
     same, so that all are misses.
+
+    Args:
+        device: the GPU.
+        make_host: host memory of so many bytes, uint8; by default on the GPU's NUMA node, as a layer's.
 
     Raises:
         ArgumentError: for a device that is no GPU.
@@ -37,7 +45,10 @@ def measure_link(device: torch.device | str = "cuda") -> MeasuredLink:
         raise ArgumentError("link", expected="a GPU", got="none" if device.type == "cuda" else str(device))
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     with on_device(device):
-        host = torch.arange(_RECORDS).to(torch.uint8)[:, None].expand(-1, _RECORD_BYTES).contiguous()
+        size = _RECORDS * _RECORD_BYTES
+        with near(device) if make_host is None else nullcontext():
+            host = torch.empty(size, dtype=torch.uint8) if make_host is None else make_host(size)
+            host = host.view(_RECORDS, _RECORD_BYTES).copy_(torch.arange(_RECORDS).to(torch.uint8)[:, None])
         locked = PageLocked([host])
         slots = torch.empty(_SLOTS, _RECORD_BYTES, dtype=torch.uint8, device=device)
         order = torch.randperm(_RECORDS, generator=torch.Generator().manual_seed(0))
