@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.explanation import explain
 from polymoe.explanation.offload import offload_of
 from polymoe.machine.link import LINKS, MeasuredLink, recorded_link
@@ -46,6 +46,11 @@ def test_gpt_oss_120b_on_an_rtx_4090() -> None:
 def test_memory_that_does_not_do(device: str, memory: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         offload_of(explain("openai/gpt-oss-120b", device=device), memory)
+
+
+def test_a_gpu_that_shares_the_hosts_memory() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"a GPU with memory of its own.*gb10"):
+        offload_of(explain("openai/gpt-oss-120b", device="gb10"), "auto")
 
 
 def test_steps_that_were_measured() -> None:

@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -483,8 +485,41 @@ def test_numbers_of_slots(slots: int) -> None:
 
 def test_host_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_store, "host_memory", lambda: (1000, 2000))
-    with pytest.raises(PlanError, match="host memory for experts"):
+    with pytest.raises(PlanError, match=r"host memory for experts: expected .* for this layer, got 1000 B free of 2"):
         OffloadedExperts(layer(), 3)
+
+
+def test_a_gpu_that_shares_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = layer()
+    shared = replace(resident._plans.request.machine.device, unified_memory=True)
+    request = replace(resident._plans.request, machine=replace(resident._plans.request.machine, device=shared))
+    monkeypatch.setattr(resident._plans, "request", request)
+    with pytest.raises(UnsupportedProblem, match=r"a GPU with memory of its own.*shares the host's"):
+        OffloadedExperts(resident, 3)
+
+
+def test_copies_wait_for_what_reads_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the copy stream: first the event after the last call on the buffer, then the copies, then what calls wait
+    for."""
+    happened: list[str] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            happened.append(f"waits for {event}")
+
+    class Event:
+        def record(self, stream: object) -> None:
+            happened.append("copied")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    buffer: Any = Buffer([torch.empty(1)])
+    buffer._done = "the last reader"
+    copies = CopyStream(torch.device("cpu"))
+    monkeypatch.setattr(copies, "stream", Stream())
+    copies.enqueue(lambda: happened.append("copies"), buffer)
+    assert happened == ["waits for the last reader", "copies", "copied"]
+    assert buffer.copied is not None
 
 
 class Driver:
@@ -520,7 +555,9 @@ def test_pages_that_cannot_all_be_locked_are_all_unlocked(monkeypatch: pytest.Mo
             host_store.PageLocked(tensors)
         assert not driver.locked
         if not interrupted:
-            assert re.search(r"page-locked.*error 2, with 5.* GiB of 8.* free.*WSL", str(caught.value), re.DOTALL)
+            message = str(caught.value)
+            assert re.search(r"page-locked.*error 2, with 5.* GiB of 8.* free.*WSL", message, re.DOTALL)
+            assert (f"{(0, 400, 412)[most]} B page-locked by this process already" in message) == (most > 0)
     driver = Driver(9)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     locked = host_store.PageLocked(tensors)

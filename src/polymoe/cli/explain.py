@@ -139,6 +139,8 @@ def _print(explanation: Explanation, offload: Offload | None) -> None:
     if offload is not None:
         out.print(offload.line(), highlight=False)
         print_table(_hits(offload))
+    elif explanation.fit.fits is False and explanation.fit.ranks.gpus == 1 and not explanation.device.unified_memory:
+        out.print("--expert-memory auto keeps experts in host memory: slots and tokens/s on this GPU", highlight=False)
     for row in explanation.rows:
         sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
         out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)

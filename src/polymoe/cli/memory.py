@@ -13,7 +13,8 @@ _HOST = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory
 
 _HELPS_GPU = """\
 hint: use shorter prompts and answers (--max-tokens), a smaller --batch-size or fewer --tokens, --device-map auto with
-  several GPUs, or end other programs on this GPU (nvidia-smi). polymoe explain MODEL prints what a GPU must hold."""
+  several GPUs, --expert-memory auto (experts in host memory), or end other programs on this GPU (nvidia-smi).
+  polymoe explain MODEL prints what a GPU must hold."""
 _HELPS_HOST = """\
 hint: end other programs, or use shorter prompts or fewer --tokens. polymoe explain MODEL prints what weights take."""
 

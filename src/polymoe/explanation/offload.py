@@ -83,9 +83,11 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
     Raises:
         ArgumentError: for another text, memory that is too small or that holds all experts, and "auto" on a CPU or
             where sizes are not known.
+        UnsupportedProblem: for a GPU that shares the host's memory.
     """
-    from polymoe.layer.offload import require_slots, slots_in, slots_of  # imports torch
+    from polymoe.layer.offload import require_own_memory, require_slots, slots_in, slots_of  # imports torch
 
+    require_own_memory(explanation.device)
     problems = [row.problem for row in explanation.rows for _ in row.layers]
     specs, top_k = [p.spec for p in problems], max(p.top_k for p in problems)
     if expert_memory == "auto":

@@ -17,10 +17,33 @@ from polymoe.errors import PlanError
 from polymoe.layouts import Packed
 from polymoe.machine import cpus_near, host_memory
 
-__all__ = ["HostStore", "PageLocked", "near"]
+__all__ = ["HostStore", "PageLocked", "near", "require_host_memory"]
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels read it
 _WHERE = "host memory for experts"
+
+_LOCKED_BYTES: dict[int, int] = {}
+"""Bytes by address of what this process has page-locked."""
+
+
+def require_host_memory(nbytes: int, of: str) -> None:
+    """Check that the host, or the container, has so much free memory.
+
+    Args:
+        nbytes: of all experts of a layer or a model.
+        of: which, for the message.
+
+    Raises:
+        PlanError: otherwise.
+    """
+    memory = host_memory()
+    if memory is not None and nbytes > memory[0]:
+        raise PlanError(
+            _WHERE,
+            expected=f"{format_bytes(nbytes)} for {of}",
+            got=f"{format_bytes(memory[0])} free of {format_bytes(memory[1])}{_locked()}",
+            hint="end other programs; all experts of the model need room in host memory",
+        )
 
 
 class PageLocked:
@@ -51,14 +74,7 @@ class HostStore:
 
     def __init__(self, packed: Packed) -> None:
         tensors = list(packed.tensors.values())
-        memory = host_memory()
-        if memory is not None and packed.nbytes > memory[0]:
-            raise PlanError(
-                _WHERE,
-                expected=f"{format_bytes(packed.nbytes)} for this layer",
-                got=f"{format_bytes(memory[0])} free",
-                hint="end other programs; all experts of the model need room in host memory",
-            )
+        require_host_memory(packed.nbytes, "this layer")
         self.tensors = [torch.empty_like(t, device="cpu", memory_format=torch.contiguous_format) for t in tensors]
         with near(tensors[0].device):
             self._locked = PageLocked(self.tensors if tensors[0].is_cuda else ())
@@ -96,10 +112,11 @@ def _lock(tensor: Tensor, addresses: list[int]) -> None:
         raise PlanError(
             _WHERE,
             expected=f"{format_bytes(size)} of page-locked memory",
-            got=f"CUDA error {code}{_free()}",
+            got=f"CUDA error {code}{_free()}{_locked()}",
             hint="the host has too little free memory, or a container or WSL limits what may be locked",
         )
     addresses.append(tensor.data_ptr())
+    _LOCKED_BYTES[tensor.data_ptr()] = size
 
 
 def _free() -> str:
@@ -107,11 +124,16 @@ def _free() -> str:
     return "" if memory is None else f", with {format_bytes(memory[0])} of {format_bytes(memory[1])} free"
 
 
+def _locked() -> str:
+    return f", {format_bytes(sum(_LOCKED_BYTES.values()))} page-locked by this process already" if _LOCKED_BYTES else ""
+
+
 def _unlock(addresses: list[int]) -> None:
     if addresses:
         torch.cuda.synchronize()  # copies may be under way
     for address in addresses:
         _cudart().cudaHostUnregister(address)
+        _LOCKED_BYTES.pop(address, None)
     addresses.clear()
 
 

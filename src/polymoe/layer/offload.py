@@ -26,6 +26,7 @@ from polymoe.layer.slots import CpuSlots, GpuSlots, run_in_waves
 from polymoe.layer.sweep import Buffer, SharedBuffers, after
 from polymoe.layouts import Packed
 from polymoe.layouts.staging import ordinary_tensors
+from polymoe.machine import Device
 from polymoe.machine.link import links
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
@@ -36,6 +37,7 @@ __all__ = [
     "OffloadedExperts",
     "cache_stats_of",
     "require_expert_memory",
+    "require_own_memory",
     "require_slots",
     "slots_in",
     "slots_of",
@@ -83,13 +85,15 @@ class OffloadedExperts(FusedExperts):
 
     Raises:
         ArgumentError: for too few or too many slots.
-        UnsupportedProblem: for a backend whose packed tensors cannot be copied expert by expert.
+        UnsupportedProblem: for a backend whose packed tensors cannot be copied expert by expert, and for a GPU that
+            shares the host's memory.
         PlanError: if the host has not enough memory, or it cannot be page-locked.
     """
 
     def __init__(self, resident: FusedExperts, slots: int) -> None:
         problem, packed, choice = resident.problem, resident.packed, resident._plans.request
         require_slots(problem, slots)
+        require_own_memory(choice.machine.device)
         hint = 'load with backend="cuda" or backend="triton"'
         require_rows(resident.explain(), packed, "experts in host memory", hint)
         with ordinary_tensors():
@@ -328,6 +332,21 @@ def _(
     refused: str = "",
 ) -> Tensor:
     return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def require_own_memory(device: Device) -> None:
+    """Refuse a GPU whose memory is the host's: it would hold experts twice.
+
+    Raises:
+        UnsupportedProblem: for such a GPU.
+    """
+    if device.unified_memory:
+        raise UnsupportedProblem(
+            "experts in host memory",
+            expected="a GPU with memory of its own",
+            got=f"{device}, which shares the host's",
+            hint="leave expert_memory and slots out: what the host's memory holds, this GPU holds",
+        )
 
 
 def require_slots(problem: Problem, slots: int) -> None:

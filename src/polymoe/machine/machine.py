@@ -41,6 +41,7 @@ class Device:
         flops_16bit, flops_fp8: dense tensor-core rates with float32 accumulation, flop/s; ``flops_fp8`` is None for
             GPUs without FP8 tensor cores.
         shared_memory_bytes: largest shared memory of one CTA.
+        unified_memory: whether it has no memory of its own, but shares the CPU's.
         rates: source of bandwidth and flop rates: "measured", "datasheet" or "nominal".
     """
 
@@ -53,6 +54,7 @@ class Device:
     flops_16bit: float
     flops_fp8: float | None = None
     shared_memory_bytes: int = 0
+    unified_memory: bool = False
     rates: Literal["measured", "datasheet", "nominal"] = "datasheet"
 
     @property
@@ -105,7 +107,7 @@ DEVICES: dict[str, Device] = {
         _gpu("b300", 103, 148, 275040, 8.0, 2250, 4500),
         _gpu("rtx5090", 120, 170, 32607, 1.792, 209, 419),
         _gpu("rtxpro6000", 120, 188, 97887, 1.792, 503, 1007),
-        _gpu("gb10", 121, 48, 122070, 0.273, 125, 250),
+        replace(_gpu("gb10", 121, 48, 122070, 0.273, 125, 250), unified_memory=True),
         # CPUs differ tenfold in these rates. They do not decide between backends, all of which they slow down alike.
         Device(name="cpu", kind="cpu", bandwidth=40e9, flops_16bit=0.5e12, rates="nominal"),
     )
@@ -178,6 +180,7 @@ def _detected(index: int) -> Device:
         # Double data rate: the clock is in kHz, the bus width in bits.
         bandwidth=typical.bandwidth if known or not clock or not bus else 2e3 * clock * bus / 8,
         shared_memory_bytes=getattr(p, "shared_memory_per_block_optin", typical.shared_memory_bytes),
+        unified_memory=bool(getattr(p, "is_integrated", typical.unified_memory)),
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.engines.transformers import PolymoeConfig, load, uninstall
 from polymoe.engines.transformers.generator import Generator
 from polymoe.engines.transformers.quantizer import PackedQuantizer
-from polymoe.errors import ArgumentError, PolymoeError
+from polymoe.errors import ArgumentError, PlanError, PolymoeError
+from polymoe.layer import host_store
 from polymoe.layer.offload import OffloadedExperts, slots_of
 from polymoe.problem.numerics import relative_error
 from support.problems import random_experts
@@ -69,6 +72,35 @@ def test_slots_of_a_memory() -> None:
 def test_bad_arguments_are_found_before_anything_is_read(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load(SUMS, **arguments)
+
+
+def test_host_memory_is_checked_for_all_layers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for each layer, but not for all."""
+    with Checkpoint.open(SUMS) as checkpoint:
+        each = checkpoint.spec(0).local_bytes
+    monkeypatch.setattr(host_store, "host_memory", lambda: (3 * each, 8 * each))
+    monkeypatch.setattr(PackedQuantizer, "read_others", lambda *_, **__: pytest.fail("something was read"))
+    with pytest.raises(PlanError, match=r"for all experts of 4 layers, got .* free of"):
+        load(SUMS, device="cpu", expert_memory="4slots")
+
+
+def test_a_layer_that_cannot_be_locked_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third of four: those before it are gone with the model."""
+    made: list[weakref.ref[host_store.PageLocked]] = []
+
+    def locked(tensors: Any) -> host_store.PageLocked:
+        if len(made) == 2:
+            raise PlanError("host memory for experts", expected="page-locked memory", got="CUDA error 2")
+        found = PageLocked(())
+        made.append(weakref.ref(found))
+        return found
+
+    PageLocked = host_store.PageLocked
+    monkeypatch.setattr(host_store, "PageLocked", locked)
+    with pytest.raises(PlanError, match="CUDA error 2"):
+        load(SUMS, device="cpu", expert_memory="4slots")
+    gc.collect()
+    assert [ref() for ref in made] == [None, None]
 
 
 def offloaded_of(model: Any) -> list[OffloadedExperts]:

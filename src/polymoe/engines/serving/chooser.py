@@ -13,6 +13,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
 from polymoe.errors import ArgumentError
+from polymoe.layer.host_store import require_host_memory
 from polymoe.layer.offload import slots_of
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
@@ -133,6 +134,7 @@ class LayerChooser:
 
         Raises:
             ArgumentError: for memory that is too small, or that holds all experts.
+            PlanError: for a host without memory for all experts.
         """
         if self._slots is None:
             assert self.settings.expert_memory is not None
@@ -142,6 +144,7 @@ class LayerChooser:
             except ArgumentError as error:
                 error.where = "POLYMOE_EXPERT_MEMORY"
                 raise
+            require_host_memory(sum(spec.local_bytes for spec in specs), f"all experts of {len(specs)} layers")
         return self._slots
 
     def _judge(
