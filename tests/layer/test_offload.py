@@ -29,7 +29,7 @@ from polymoe.errors import ArgumentError, CheckpointError, PlanError, Unsupporte
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.slots import NEXT_WAVE, SlotLaunches
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.layer import host_store
+from polymoe.layer import host_store, sweep
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.runtime import BoundStep
@@ -166,12 +166,15 @@ def test_experts_of_the_next_layer_are_copied_ahead(count: int) -> None:
     assert stats["copied_bytes"] >= stats["misses"] * offloaded[0].expert_bytes
 
 
-def test_sweeps_in_another_order_than_last_time() -> None:
+@pytest.mark.parametrize("piece_bytes", [0, sweep._PIECE_BYTES])
+def test_sweeps_in_another_order_than_last_time(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """With 0, no tensor is copied as a whole, and rows that come from slots must not be overwritten by late copies."""
+    monkeypatch.setattr(sweep, "_PIECE_BYTES", piece_bytes)
     resident, offloaded, _ = stack(4)
     rng = random.Random(0)
     for seed in range(60):
         number = rng.randrange(4)
-        arguments = call((64, 3)[seed % 5 == 0], seed)
+        arguments = call((64, 64, 1, 64, 3)[seed % 5], seed)  # of one token: slots are filled
         assert relative_error(offloaded[number](*arguments), resident[number](*arguments)) < 1e-6
     for number, left in ((0, 1), (1, 3), (3, 1), (1, 0)):  # one of them is gone
         if number == 3:
