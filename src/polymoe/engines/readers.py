@@ -20,12 +20,6 @@ _TRANSFORMERS: Mapping[str, str] = {
 }
 """What Transformers alone does, by dialect. It reads no other one."""
 
-_WITH_POLYMOE = (
-    "only with polymoe where a rank's experts have {group} intermediate columns: vLLM's Marlin kernel then takes the "
-    "scales of gate and up in a wrong order (vllm#50196)"
-)
-"""vLLM 0.33 orders the scales of gate and up as if F were the columns of both, which are H."""
-
 _STACKED = (
     "no engine but polymoe is known to read this: releases of this model stack their experts, and here each has "
     "tensors of its own"
@@ -48,8 +42,8 @@ def readers(layers: Iterable[StoredLayer], *, stacked: bool) -> tuple[str, ...]:
     for engine in ENGINES.values():
         if dialects <= engine.methods.keys() - engine.unread:
             where = next((f", {engine.limits[name]}" for name in dialects if name in engine.limits), "")
-            if engine.name == "vLLM" and (group := _single_group(layers)) is not None:
-                where = f", {_WITH_POLYMOE.format(group=group)}"
+            if engine.single_group and (group := _single_group(layers)) is not None:
+                where = f", {engine.single_group.format(group=group)}"
             found.append(f"{engine.name} {engine.tested} reads this format{where}, for models that it has")
     if dialects <= _TRANSFORMERS.keys():
         does = " and ".join(sorted({_TRANSFORMERS[name] for name in dialects}))

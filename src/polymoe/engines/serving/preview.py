@@ -45,6 +45,7 @@ class Engine:
         tested: the version that ran, or whose source was read.
         unread: dialects with a method whose tensors this version does not load.
         limits: by dialect, where the engine reads it, or how far that is known.
+        single_group: where it reads INT4 whose rows of ``down`` are one group, of {group} columns; none if everywhere.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Engine:
     tested: str
     unread: frozenset[str] = frozenset()
     limits: Mapping[str, str] = field(default_factory=dict)
+    single_group: str = ""
 
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(
@@ -89,6 +91,9 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 **dict.fromkeys(("ct_mxfp8", "modelopt_mxfp8"), "loaded on a CPU, its kernels never run"),
                 "minimax_mxfp8": "by its source and never run",
             },
+            # vLLM 0.33 orders the scales of gate and up as if F were the columns of both, which are H.
+            single_group="only with polymoe where a rank's experts have {group} intermediate columns: vLLM's Marlin "
+            "kernel then takes the scales of gate and up in a wrong order (vllm#50196)",
         ),
         "sglang": Engine(
             name="SGLang",
