@@ -23,8 +23,7 @@ from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
 from polymoe.cli.output import measured_on
-
-TOKENS = tuple(2**n for n in range(15))
+from polymoe.cli.tune import TOKENS
 
 
 @dataclass(frozen=True, slots=True)

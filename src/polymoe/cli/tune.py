@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from polymoe.machine import Machine
     from polymoe.problem import Problem
 
-__all__ = ["command"]
+__all__ = ["TOKENS", "command"]
+
+TOKENS = tuple(2**n for n in range(15))
+"""Token counts that are tuned unless others are asked for."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class _Ranks:
     tp: int | None = option(None, "Tensor parallel size.", min=1)
     ep: int | None = option(None, "Expert parallel size.", min=1)
     tokens: tuple[int, ...] = option(
-        "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192,16384", "Token counts, separated by commas.", "--tokens",
+        ",".join(map(str, TOKENS)), "Token counts, separated by commas.", "--tokens",
         parse=token_counts,
     )  # fmt: skip
 
