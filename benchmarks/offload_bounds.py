@@ -22,9 +22,7 @@ import gc
 import json
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,9 +38,10 @@ from polymoe.bench.records import source, utc_now
 from polymoe.bench.slots import packed_layer
 from polymoe.bench.timing import TimedCalls
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.host_store import on_cpus
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.runtime import LayerRuntime
-from polymoe.machine import Machine
+from polymoe.machine import Machine, listed_cpus
 from polymoe.problem.call import CallArguments
 
 DEVICE = torch.device("cuda")
@@ -120,22 +119,9 @@ def nodes() -> dict[str, set[int]]:
     """CPUs of each NUMA node on which this process may run."""
     found = {}
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        ranges = re.findall(r"(\d+)(?:-(\d+))?", (path / "cpulist").read_text())
-        cpus = {cpu for low, high in ranges for cpu in range(int(low), int(high or low) + 1)}
-        if usable := cpus & os.sched_getaffinity(0):
+        if usable := listed_cpus(path / "cpulist") & os.sched_getaffinity(0):
             found[path.name] = usable
     return found
-
-
-@contextmanager
-def on_cpus(cpus: set[int]) -> Iterator[None]:
-    """Keep this thread there."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def anonymous_huge_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -23,17 +22,19 @@ __all__ = ["measure_link"]
 
 _RECORD_BYTES = 13 * 2**20  # about an expert of gpt-oss-120b in MXFP4
 _SLOTS, _RECORDS = 32, 96
+_ORDINARY = partial(torch.empty, dtype=torch.uint8)
 
 
 def measure_link(
-    device: torch.device | str = "cuda", make_host: Callable[[int], torch.Tensor] | None = None
+    device: torch.device | str = "cuda", make_host: Callable[[int], torch.Tensor] = _ORDINARY
 ) -> MeasuredLink:
     """Measure the link with 96 experts of 13 MiB, in random order and in CUDA graphs, of which no 32 in a row are the
     same, so that all are misses.
 
     Args:
         device: the GPU.
-        make_host: host memory of so many bytes, uint8; by default on the GPU's NUMA node, as a layer's.
+        make_host: returns host memory of so many bytes, uint8. Meanwhile this thread is on the GPU's NUMA node if it
+            may run there, as for a layer's.
 
     Raises:
         ArgumentError: for a device that is no GPU.
@@ -46,9 +47,8 @@ def measure_link(
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     with on_device(device):
         size = _RECORDS * _RECORD_BYTES
-        with near(device) if make_host is None else nullcontext():
-            host = torch.empty(size, dtype=torch.uint8) if make_host is None else make_host(size)
-            host = host.view(_RECORDS, _RECORD_BYTES).copy_(torch.arange(_RECORDS).to(torch.uint8)[:, None])
+        with near(device):
+            host = make_host(size).view(_RECORDS, _RECORD_BYTES).copy_(torch.arange(_RECORDS).to(torch.uint8)[:, None])
         locked = PageLocked([host])
         slots = torch.empty(_SLOTS, _RECORD_BYTES, dtype=torch.uint8, device=device)
         order = torch.randperm(_RECORDS, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from polymoe.errors import PlanError
 from polymoe.layouts import Packed
 from polymoe.machine import cpus_near, host_memory
 
-__all__ = ["HostStore", "PageLocked", "near", "require_host_memory"]
+__all__ = ["HostStore", "PageLocked", "near", "on_cpus", "require_host_memory"]
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels read it
 _WHERE = "host memory for experts"
@@ -93,12 +93,19 @@ def near(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or sys.platform != "linux":
         yield
         return
+    cpus = cpus_near(torch.cuda.current_device() if device.index is None else device.index)
+    with on_cpus(cpus):
+        yield
+
+
+@contextmanager
+def on_cpus(cpus: set[int]) -> Iterator[None]:
+    """Keep this thread on those of ``cpus`` that it may run on; where there are none, wherever it is. Linux only."""
     before = os.sched_getaffinity(0)
-    cpus = before & cpus_near(torch.cuda.current_device() if device.index is None else device.index)
-    if not cpus:
+    if not before & cpus:
         yield
         return
-    os.sched_setaffinity(0, cpus)
+    os.sched_setaffinity(0, before & cpus)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.host_store import HostStore
+from polymoe.layer.host_store import HostStore, require_host_memory
 from polymoe.layer.load_check import check_layer
 from polymoe.layer.rows import require_rows, rows_as_bytes
 from polymoe.layer.runtime import LayerRuntime, on_device, refuse_gradient
@@ -39,6 +39,7 @@ __all__ = [
     "require_expert_memory",
     "require_own_memory",
     "require_slots",
+    "slots_here",
     "slots_in",
     "slots_of",
 ]
@@ -395,6 +396,18 @@ def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> i
     """
     slots, memory = require_expert_memory(expert_memory, "auto, 32slots, 16GiB or 512MiB")
     return slots_in(memory, layers, top_k) if slots is None else slots
+
+
+def slots_here(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> int:
+    """Return :func:`slots_of`, where this host has free memory for all experts of these layers.
+
+    Raises:
+        ArgumentError: as :func:`slots_of`.
+        PlanError: for a host without that memory.
+    """
+    slots = slots_of(expert_memory, layers, top_k)
+    require_host_memory(sum(spec.local_bytes for spec in layers), f"all experts of {len(layers)} layers")
+    return slots
 
 
 def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int) -> int:

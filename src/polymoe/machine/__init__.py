@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from polymoe.machine.machine import DEVICES, Device, Machine, cpus_near, driver_cuda, host_memory
+from polymoe.machine.machine import DEVICES, Device, Machine, cpus_near, driver_cuda, host_memory, listed_cpus
 
-__all__ = ["DEVICES", "Device", "Machine", "cpus_near", "driver_cuda", "host_memory"]
+__all__ = ["DEVICES", "Device", "Machine", "cpus_near", "driver_cuda", "host_memory", "listed_cpus"]

@@ -306,11 +306,19 @@ def cpus_near(device: int) -> set[int]:
     try:
         if ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(bus, len(bus), device):
             return set()
-        text = Path(f"/sys/bus/pci/devices/{bus.value.decode().lower()}/local_cpulist").read_text()
-        ranges = [part.split("-") for part in text.strip().split(",") if part]  # 0-15,32-47
-        return {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
+        return listed_cpus(Path(f"/sys/bus/pci/devices/{bus.value.decode().lower()}/local_cpulist"))
     except (OSError, ValueError):
         return set()
+
+
+def listed_cpus(file: Path) -> set[int]:
+    """The CPUs in a file in Linux' list format, such as ``0-15,32-47``.
+
+    Raises:
+        OSError, ValueError: for a file that cannot be read, and one in another format.
+    """
+    ranges = [part.split("-") for part in file.read_text().strip().split(",") if part]
+    return {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def _numbers(path: str) -> dict[str, int]:

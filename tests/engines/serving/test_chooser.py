@@ -15,6 +15,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
+from polymoe.layer import host_store
 from polymoe.problem.verdict import Reasons
 from support.ranks import Ranks
 from support.stacked import facts_of
@@ -73,6 +74,14 @@ def test_memory_for_experts_is_divided_among_the_layers_of_a_model() -> None:
     assert choose(settings, chooser=chooser).slots() == 2  # a draft model's
     with pytest.raises(ArgumentError, match="POLYMOE_EXPERT_MEMORY: expected 32slots"):
         choose(EngineSettings(expert_memory="some"))
+
+
+def test_a_host_without_memory_for_all_experts_is_refused_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_store, "host_memory", lambda: (1000, 2000))
+    method = choose(EngineSettings(expert_memory="6slots"))
+    for _ in range(2):
+        with pytest.raises(PlanError, match="for all experts of 1 layers, got 1000 B free of 2"):
+            method.slots()
 
 
 def test_only_the_first_layer_of_a_kind_is_checked() -> None:

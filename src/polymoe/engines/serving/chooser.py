@@ -13,8 +13,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
 from polymoe.errors import ArgumentError
-from polymoe.layer.host_store import require_host_memory
-from polymoe.layer.offload import slots_of
+from polymoe.layer.offload import slots_here
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
@@ -140,11 +139,10 @@ class LayerChooser:
             assert self.settings.expert_memory is not None
             specs, top_k = [p.spec for p in self._planned], max(p.top_k for p in self._planned)
             try:
-                self._slots = slots_of(self.settings.expert_memory, specs, top_k)
+                self._slots = slots_here(self.settings.expert_memory, specs, top_k)
             except ArgumentError as error:
                 error.where = "POLYMOE_EXPERT_MEMORY"
                 raise
-            require_host_memory(sum(spec.local_bytes for spec in specs), f"all experts of {len(specs)} layers")
         return self._slots
 
     def _judge(

@@ -31,9 +31,8 @@ from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import family_named, pack_modules
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, PolymoeError, UnsupportedProblem
-from polymoe.layer.host_store import require_host_memory
 from polymoe.layer.load import load_experts
-from polymoe.layer.offload import slots_of
+from polymoe.layer.offload import slots_here
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem.call import device_name
@@ -167,9 +166,7 @@ class PackedQuantizer(HfQuantizer):
         self.experts = pack_modules(model, family, self.checkpoint.parts)
         specs = self._specs()
         if (memory := self.quantization_config.expert_memory) is not None:
-            self.slots = slots_of(memory, list(specs.values()), max(p.moe.top_k for p in self.checkpoint.parts))
-            experts = f"all experts of {len(specs)} layers"
-            require_host_memory(sum(spec.local_bytes for spec in specs.values()), experts)
+            self.slots = slots_here(memory, list(specs.values()), max(p.moe.top_k for p in self.checkpoint.parts))
         for name, spec in specs.items():
             # Device maps count this buffer. It takes no memory, and is removed before anything is read.
             reserved = torch.empty(
