@@ -106,6 +106,7 @@ def test_bf16(model_type: str, tmp_path: Path) -> None:
     assert error(logits(loaded), logits(model)) < 1e-4
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("model_type", ["diffusion_gemma", "openai_privacy_filter"])
 def test_models_for_other_tasks_take_the_experts_implementation(model_type: str) -> None:
     model, ids = build(model_type), torch.tensor([[3, 5, 8, 13, 2, 7]])
