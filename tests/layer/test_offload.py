@@ -33,7 +33,7 @@ from polymoe.layer import host_store, sweep
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.runtime import BoundStep
-from polymoe.layer.slots import CpuSlots, LeastRecentlyUsed, run_in_waves
+from polymoe.layer.slots import CpuSlots, GpuSlots, LeastRecentlyUsed, run_in_waves
 from polymoe.layer.sweep import Buffer, CopyStream
 from polymoe.layouts import Packed
 from polymoe.problem.call import CallArguments
@@ -499,6 +499,33 @@ def test_a_gpu_that_shares_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(resident._plans, "request", request)
     with pytest.raises(UnsupportedProblem, match=r"a GPU with memory of its own.*shares the host's"):
         OffloadedExperts(resident, 3)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_gpu_without_unified_addressing(monkeypatch: pytest.MonkeyPatch, maps: bool) -> None:
+    """Kernels get the address that the driver gives host memory on the GPU, which is another one there. A GPU on which
+    it has none is refused."""
+    launched: list[tuple[Any, ...]] = []
+
+    class MappingDriver:
+        def cuMemHostGetDevicePointer_v2(self, found: Any, host: ctypes.c_void_p, flags: int) -> int:
+            found._obj.value = (host.value or 0) + 4096
+            return 0 if maps else 801
+
+        def cuGetErrorString(self, code: int, text: Any) -> int:
+            text._obj.value = b"operation not supported"
+            return 0
+
+    monkeypatch.setattr("polymoe.kernels.cuda.driver._open_driver", MappingDriver)
+    monkeypatch.setattr("polymoe.layer.slots.SlotLaunches", lambda *given: launched.append(given))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    packed = layer().packed
+    host = list(packed.tensors.values())
+    rows = [tensor[:3].clone() for tensor in host]
+    refused = r"experts in host memory: expected a GPU that reads page-locked host memory.*not supported \(801\).*hint"
+    with nullcontext() if maps else pytest.raises(UnsupportedProblem, match=re.compile(refused, re.DOTALL)):
+        GpuSlots(packed.spec, rows, host)
+    assert [given[-1] for given in launched] == [[t.data_ptr() + 4096 for t in host if t.numel()]] * maps
 
 
 def test_copies_wait_for_what_reads_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

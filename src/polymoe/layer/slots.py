@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import UnsupportedProblem
-from polymoe.kernels.cuda.driver import CapturedLoop, mapped_address
+from polymoe.kernels.cuda.driver import CapturedLoop, DriverError, mapped_address
 from polymoe.kernels.cuda.slots import MOST_EXPERTS, MOST_PARTS, NEXT_WAVE, SlotLaunches
 from polymoe.kernels.cuda.targets import target_for
 from polymoe.layer.runtime import BoundStep, on_device
@@ -119,7 +119,8 @@ class GpuSlots:
     """Slots of a layer on a GPU, as :class:`CpuSlots`, by kernels that read host memory themselves.
 
     Raises:
-        UnsupportedProblem: for more experts or packed tensors than the kernels have room for, or another GPU.
+        UnsupportedProblem: for more experts or packed tensors than the kernels have room for, or another GPU, also one
+            that does not read page-locked host memory.
     """
 
     def __init__(self, spec: ExpertsSpec, rows: list[Tensor], host: list[Tensor]) -> None:
@@ -137,12 +138,13 @@ class GpuSlots:
             raise UnsupportedProblem(where, expected=expected, got=f"CUDA {driver[0]}.{driver[1]}")
         kept = [(slots, tensor) for slots, tensor in zip(rows, host, strict=True) if slots.numel()]
         with on_device(rows[0].device):
+            try:
+                addresses = [mapped_address(tensor.data_ptr()) for _, tensor in kept]
+            except DriverError as error:
+                expected, hint = "a GPU that reads page-locked host memory", "load without slots and expert_memory"
+                raise UnsupportedProblem(where, expected=expected, got=str(error), hint=hint) from error
             self._launches = SlotLaunches(
-                target,
-                spec.first_expert,
-                spec.local_experts,
-                [slots for slots, _ in kept],
-                [mapped_address(tensor.data_ptr()) for _, tensor in kept],
+                target, spec.first_expert, spec.local_experts, [slots for slots, _ in kept], addresses
             )
 
     def place(self, ids_TA: Tensor, wave: int = 0, slot_ids_TA: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.engines.transformers import PolymoeConfig, load, uninstall
 from polymoe.engines.transformers.generator import Generator
 from polymoe.engines.transformers.quantizer import PackedQuantizer
-from polymoe.errors import ArgumentError, PlanError, PolymoeError
+from polymoe.errors import ArgumentError, PlanError, PolymoeError, UnsupportedProblem
 from polymoe.layer import host_store
 from polymoe.layer.offload import OffloadedExperts, slots_of
 from polymoe.problem.numerics import relative_error
@@ -126,6 +126,24 @@ def test_a_config_and_a_device_map() -> None:
         uninstall()
     model, _ = load(SUMS, device_map={"": "cpu"}, expert_memory="4slots")
     assert offloaded_of(model)
+
+
+@pytest.mark.parametrize("expert_memory", [None, "4slots"])
+def test_layers_that_a_device_map_offloads(tmp_path: Path, expert_memory: str | None) -> None:
+    """They are on "meta" until they run. What to use instead is said where it is not used yet."""
+    pytest.importorskip("accelerate")
+    try:
+        with pytest.raises(UnsupportedProblem, match=r"model\.layers\.0\.mlp\.experts: .*a layer offloaded") as caught:
+            AutoModelForCausalLM.from_pretrained(
+                SUMS,
+                quantization_config=PolymoeConfig(expert_memory=expert_memory),
+                device_map={"": "disk"},
+                offload_folder=tmp_path,
+                trust_remote_code=False,
+            )
+    finally:
+        uninstall()
+    assert ("expert_memory" in str(caught.value)) == (expert_memory is None)
 
 
 def test_device_maps_count_slots_and_two_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,11 +245,12 @@ class PackedQuantizer(HfQuantizer):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
             if device.type == "meta":
+                instead = '; expert_memory="32slots" keeps experts in host memory' if self.slots is None else ""
                 raise UnsupportedProblem(
                     name,
                     expected="a layer on a device",
                     got="a layer offloaded to CPU or disk",
-                    hint="give a device_map without offloading",
+                    hint="give a device_map without offloading" + instead,
                 )
             if device not in machines:  # one answer for all layers, before the first takes memory
                 machines[device] = Machine.of(device_name(device)).shared_by(len(self.experts))
