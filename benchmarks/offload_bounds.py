@@ -101,7 +101,7 @@ def memory(resident: FusedExperts, layers: int) -> dict[str, Any]:
 
 def huge_pages(size: int) -> Tensor:
     """Host memory for which the kernel is asked to take transparent huge pages."""
-    area = mmap.mmap(-1, size + 2 * 2**20)
+    area = mmap.mmap(-1, size + 2 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets none
     area.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(area, dtype=torch.uint8)
     start = -tensor.data_ptr() % (2 * 2**20)
@@ -110,7 +110,7 @@ def huge_pages(size: int) -> Tensor:
 
 def ordinary_pages(size: int) -> Tensor:
     """Host memory for which it is asked not to."""
-    area = mmap.mmap(-1, size)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(area, dtype=torch.uint8)
 

@@ -7,7 +7,7 @@
 several tiles and its pipeline wraps; racecheck then reports hazards that are none (docs/performance/cuda.md). ``--only
 TEXT`` takes cubins whose name contains the text; ``--only slots`` runs those of experts in host memory, whose launches
 are made one by one, or with ``--graphs`` in CUDA graphs, which have a loop of waves. Graphs need torch's caching
-allocator, with which memcheck sees less, and racecheck ended in them with an error of its own.
+allocator, with which memcheck sees less, and racecheck crashes in the loop (benchmarks/results/sanitizer-h100.txt).
 
 GPU kernels of torch are not used beside, since checking them takes most of the time. Kernels that are configured for
 other GPUs run too, where ``scripts/build-kernels --tests`` compiled them. Without torch's caching allocator each tensor
