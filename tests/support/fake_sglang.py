@@ -184,6 +184,25 @@ class Fp8MoEMethod(FusedMoEMethodBase):
         layer.w2_swizzled = nn.Parameter(swizzle_blockscale(layer.w2_weight_scale_inv), requires_grad=False)
 
 
+class Mxfp4MoEMethod(FusedMoEMethodBase):
+    """gpt-oss', with biases."""
+
+    def create_weights(self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+                       params_dtype: torch.dtype, **extra_weight_attrs: Any) -> None:  # fmt: skip
+        e, h, f = num_experts, hidden_size, intermediate_size_per_partition
+        for name, shape, dtype in (
+            ("w13_weight", (e, 2 * f, h // 2), torch.uint8),
+            ("w13_weight_scale", (e, 2 * f, h // 32), torch.uint8),
+            ("w13_weight_bias", (e, 2 * f), torch.bfloat16),
+            ("w2_weight", (e, h, f // 2), torch.uint8),
+            ("w2_weight_scale", (e, h, f // 32), torch.uint8),
+            ("w2_weight_bias", (e, h), torch.bfloat16),
+        ):
+            parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            parameter.weight_loader = extra_weight_attrs["weight_loader"]
+            layer.register_parameter(name, parameter)
+
+
 class BlockInt8MoEMethod(FusedMoEMethodBase):
     """One that polymoe does not know."""
 
@@ -223,9 +242,12 @@ class FusedMoE(nn.Module):
         return place if 0 <= place < self.num_local_experts else -1
 
     def weight_loader(
-        self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int | None
+        self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
     ) -> None:
-        place = self._map_global_expert_id_to_local_expert_id(expert_id)  # type: ignore[arg-type]
+        if expert_id is None:  # gpt-oss' tensors of all experts
+            param.data.copy_(loaded_weight)
+            return
+        place = self._map_global_expert_id_to_local_expert_id(expert_id)
         if place == -1:
             return
         data = param.data[place].mT if self.use_triton_kernels else param.data[place]

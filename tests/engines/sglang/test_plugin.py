@@ -17,11 +17,13 @@ import polymoe
 from polymoe.engines.sglang import register
 from polymoe.engines.sglang.facts import _activation
 from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedProblem
+from polymoe.formats import FORMATS
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from support import fake_sglang
 from support.fake_sglang import (
     BlockInt8MoEMethod,
     Fp8MoEMethod,
+    Mxfp4MoEMethod,
     ServerArgs,
     StandardDispatchOutput,
     StandardTopKOutput,
@@ -340,6 +342,45 @@ def test_new_weights_in_16_bits_are_quantized_in_place(make: Make) -> None:
         load(layer)  # as the checkpoint stores them
         assert torch.equal(output(layer, *call()), expected(*call()))
     assert packed_addresses(layer) == addresses
+
+
+def test_new_weights_with_biases_are_quantized_or_loaded_as_they_come(make: Make) -> None:
+    """gpt-oss', of all experts at once. Biases come first, so that the matrices tell which weights they belong to."""
+    layer = make(kind=Mxfp4MoEMethod, with_bias=True, gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+    e, h, f = ABOUT.experts, ABOUT.hidden, ABOUT.intermediate
+    gate_up, down, gate_up_bias, down_bias = (
+        0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i, shape in enumerate(((e, 2 * f, h), (e, h, f), (e, 2 * f), (e, h)))
+    )
+    biases = {"w13_weight_bias": gate_up_bias, "w2_weight_bias": down_bias}
+    plain = {"w13_weight": gate_up.mT.reshape(e, 2 * f, h), "w2_weight": down.mT.reshape(e, 2 * h, f // 2)}
+    codes = {}
+    for name, matrices in (("w13_weight", gate_up), ("w2_weight", down)):
+        found = [FORMATS["mxfp4"].quantize(matrix) for matrix in matrices]
+        codes[name] = torch.stack([q.codes for q in found])
+        codes[f"{name}_scale"] = torch.stack([q.scales.view(torch.uint8) for q in found if q.scales is not None])
+
+    def hand_over(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            parameter = dict(layer.named_parameters())[name]
+            parameter.weight_loader(parameter, tensor, f"experts.{name}", shard_id=None, expert_id=None)
+
+    hand_over({**biases, **codes})
+    layer.quant_method.process_weights_after_loading(layer)
+    first, addresses = output(layer, *call()), packed_addresses(layer)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in biases.items()}
+    for weights in (plain, codes):
+        hand_over({**zeros, **weights})
+        second = output(layer, *call())
+        assert not torch.equal(second, first)
+        hand_over({**biases, **weights})
+        assert torch.equal(output(layer, *call()), first)
+    assert packed_addresses(layer) == addresses
+    hand_over(biases)
+    with pytest.raises(CheckpointError, match="expected every tensor of its experts, got none for gate of expert 0"):
+        layer.quant_method.process_weights_after_loading(layer)
+    hand_over({**biases, **plain})
+    assert torch.equal(output(layer, *call()), first)
 
 
 def test_no_batch_runs_on_half_of_the_new_weights(make: Make) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines.common import changed
 from safetensors.torch import load_file, save_file
 
@@ -186,6 +187,32 @@ def test_weights_in_16_bits_are_quantized_as_they_arrive(
     assert fresh != SUMS
     found = ask(written(format), reload=(other, good), sent=((other, ""), (good, "")))
     assert answers(found) == [SUMS, fresh, SUMS, fresh, SUMS]
+
+
+def in_16_bits(path: Path, directory: Path) -> Path:
+    """gpt-oss in BF16: the experts' tensors as Transformers stores them, all others as they are."""
+    checkpoint, found = Checkpoint.open(path), {}
+    for file in path.glob("*.safetensors"):
+        found |= {name: t for name, t in load_file(file).items() if not name.endswith(("_blocks", "_scales"))}
+    for layer in checkpoint.layers:
+        gate_up, down = checkpoint.weights(layer).dequantize(torch.bfloat16)
+        rows = torch.stack(gate_up.chunk(2, 1), 2).flatten(1, 2)  # gate and up alternate
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = rows.mT.contiguous()
+        found[f"model.layers.{layer}.mlp.experts.down_proj"] = down.mT.contiguous()
+    directory.mkdir()
+    save_file(found, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("split", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}], ids=["", "ep"])
+def test_experts_with_biases_get_new_weights_in_16_bits(ask: Ask, tmp_path: Path, split: dict[str, Any]) -> None:
+    path = MODELS / "sums-gpt-oss-mxfp4"
+    other = changed(path, tmp_path / "other")
+    (fresh,) = answers(ask(other))
+    assert fresh != SUMS
+    new, good = in_16_bits(other, tmp_path / "new"), in_16_bits(path, tmp_path / "good")
+    found = ask(path, reload=(new, path, new), sent=((good, ""), (new, "")), **split)
+    assert answers(found) == [SUMS, fresh, SUMS, fresh, SUMS, fresh]
 
 
 def test_new_weights_of_a_model_with_a_layer_in_16_bits(

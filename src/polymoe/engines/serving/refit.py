@@ -53,7 +53,7 @@ class Updates:
         if self.pending.isdisjoint(methods):
             return
         newest = max(method.updated for method in methods)
-        behind = [method for method in methods if method.stale or method.updated < newest]
+        behind = [method for method in methods if method.stale or method.early or method.updated < newest]
         if behind:
             parts = [part for method in behind if method.incoming is not None for part in method.incoming.missing()]
             raise UnsupportedProblem(

@@ -8,9 +8,11 @@ methods are refused. Shapes are checked, but they never choose a dialect.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,12 +47,15 @@ class StackedSource:
             the method stores either, and the layer's activation says which.
         multiple: the engine's loader fills the intermediate size up to a multiple of this with zeros.
         bias: suffix of the biases.
+        plain_k_first: whether the engine's loader hands over matrices in 16 bits of all experts at once, [E, K, N], as
+            views of other shapes. Otherwise they come one by one.
     """
 
     dialects: tuple[Dialect, ...]
     interleaved: bool | None = False
     multiple: int = 1
     bias: str = "bias"
+    plain_k_first: bool = False
 
     def dialect(self, names: Collection[str]) -> Dialect:
         """Return the dialect of tensors with these ``names``.
@@ -66,11 +71,8 @@ class StackedSource:
         raise FormatError("tensors of the layer", expected=f"w13_* and w2_* with {wanted}", got=", ".join(names))
 
 
-def _source(
-    *dialects: str | Dialect, interleaved: bool | None = False, multiple: int = 1, bias: str = "bias"
-) -> StackedSource:
-    found = tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects)
-    return StackedSource(dialects=found, interleaved=interleaved, multiple=multiple, bias=bias)
+def _source(*dialects: str | Dialect, **other: Any) -> StackedSource:
+    return StackedSource(dialects=tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects), **other)
 
 
 _MXFP4 = Fp4("stacked_mxfp4", scale_dtype="U8")
@@ -87,7 +89,7 @@ VLLM: Mapping[str, StackedSource] = MappingProxyType(
         "CompressedTensorsWNA16MoEMethod": _source("ct_int4"),
         "Fp8MoEMethod": _source("deepseek", "modelopt_fp8"),
         # The loader gives each tensor-parallel rank whole groups of 32 columns, the last rank fewer.
-        "GptOssMxfp4MoEMethod": _source(_MXFP4, interleaved=True, multiple=32),
+        "GptOssMxfp4MoEMethod": _source(_MXFP4, interleaved=True, multiple=32, plain_k_first=True),
         "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
         # vLLM's MiniMax-M3 loads weight_scale_inv under this name.
         "ModelOptMxFp8FusedMoE": _source("modelopt_mxfp8"),
@@ -118,7 +120,7 @@ SGLANG: Mapping[str, StackedSource] = MappingProxyType(
         "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
         "ModelOptNvFp4FusedMoEMethod": _source("modelopt_nvfp4"),
         # gpt-oss alternates rows of gate and up, compressed-tensors does not.
-        "Mxfp4MoEMethod": _source(_MXFP4, interleaved=None, bias=_BIAS),
+        "Mxfp4MoEMethod": _source(_MXFP4, interleaved=None, bias=_BIAS, plain_k_first=True),
         "UnquantizedFusedMoEMethod": _source("plain", bias=_BIAS),
     }
 )
@@ -178,6 +180,11 @@ class StackedExperts:
         kept += [s for s in self.dialect.optional if s.startswith("input") and self.static]
         kept += [self.source.bias] if self.bias else []
         return tuple(name for p in ("w13", "w2") for s in kept if (name := f"{p}_{s}") in self.tensors)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases' tensors."""
+        return tuple(f"{prefix}_{self.source.bias}" for prefix in ("w13", "w2")) if self.bias else ()
 
     def encodings(self) -> tuple[Encoding, Encoding]:
         """Return the encodings of gate and up, and of down, from names, dtypes and shapes.
@@ -244,11 +251,43 @@ class StackedExperts:
         """Return the experts, read one at a time; views of the tensors unless the dialect must be rearranged."""
         return ExpertWeights(spec, self._read, lambda e: self._read(e, check=False))
 
+    def plain_parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the matrices, or biases, of a tensor in 16 bits that has those of all experts: the part of an expert
+        (gate, or gate_bias), the expert's place, and the matrix [N, K] or bias [N].
+
+        Args:
+            name: of the stacked tensor for which the engine hands it over.
+            tensor: biases [E, N]; or matrices, if the source is ``plain_k_first``.
+
+        Raises:
+            FormatError: for another number of experts or elements.
+        """
+        prefix, bias = name.partition("_")[0], name in self.biases
+        columns_first = self._shape(prefix)[::-1]
+        if prefix == "w13" and self.gated:
+            columns_first = columns_first[0], 2 * columns_first[1]
+        shape = columns_first[1:] if bias else columns_first
+        if len(tensor) != self.count or tensor.numel() != self.count * math.prod(shape):
+            raise FormatError(
+                f"{self.where}.{name}",
+                expected=f"as many elements as {[self.count, *shape]} has",
+                got=str(list(tensor.shape)),
+            )
+        for e, part in enumerate(tensor):
+            one = part if bias else part.reshape(shape).T
+            for projection, (its_prefix, half) in self._projections.items():
+                if its_prefix == prefix:
+                    yield f"{projection}_bias" if bias else projection, e, self._half(name, one, half)
+
+    @property
+    def _projections(self) -> dict[str, tuple[str, int]]:
+        """For each projection, the prefix of its stacked tensors, and which half of their rows it has."""
+        first: dict[str, tuple[str, int]] = {"gate": ("w13", 0), "up": ("w13", 1)} if self.gated else {"up": ("w13", 0)}
+        return first | {"down": ("w2", 0)}
+
     def _read(self, e: int, check: bool = True) -> Expert:
-        projections = {"gate": ("w13", 0), "up": ("w13", 1)} if self.gated else {"up": ("w13", 0)}
-        projections["down"] = ("w2", 0)
         matrices, biases, scales = {}, {}, {}
-        for name, (prefix, half) in projections.items():
+        for name, (prefix, half) in self._projections.items():
             parts = self._parts(prefix, half, e)
             with _Naming(self.where, prefix, e):
                 matrices[name] = self.dialect.read(parts, self._shape(prefix), self._hint())

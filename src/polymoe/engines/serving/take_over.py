@@ -52,6 +52,8 @@ class TakenOver:
         offloaded: these experts, once packed: none or one. In a tuple, so that no engine takes them for a submodule.
         device: where it is packed.
         incoming: new experts in 16 bits, as far as they have arrived; None if no such update has begun, or one failed.
+        early: arguments of :meth:`take` for biases that came before any matrix. Biases are in 16 bits in any update:
+            the first matrix tells whether experts arrive in 16 bits, or as the checkpoint stores them.
         stale: whether an update in 16 bits has begun and not ended.
         updated: the number of the pass in which the layer got the weights that it has; 0 before the first.
         updates: of all layers of the process.
@@ -69,6 +71,7 @@ class TakenOver:
     offloaded: tuple[OffloadedExperts, ...] = ()
     device: torch.device | None = None
     incoming: IncomingExperts | None = None
+    early: tuple[tuple[Tensor, str, str | None, int | None, tuple[int, int]], ...] = ()
     stale = False
     updated = 0
     updates: Updates
@@ -79,47 +82,86 @@ class TakenOver:
         return _is_in_16_bits(name, tensor) and not (own is not None and _is_in_16_bits(name, own))
 
     def take(self, tensor: Tensor, name: str, shard: str | None, place: int | None, tp: tuple[int, int]) -> bool:
-        """Take a matrix of one expert in 16 bits, whole; return whether it is the layer's last.
+        """Take new weights in 16 bits, whole; return whether they are the layer's last.
 
         Args:
-            tensor: [F, H], or [H, F] of ``shard`` w2, before it is sliced for tensor parallelism.
+            tensor: a matrix [F, H], or [H, F] of ``shard`` w2, before it is sliced for tensor parallelism, or its bias;
+                or those of all experts on this rank, where the engine hands them over so.
             name: of the engine's stacked tensor.
             shard: w1 (gate, or up of experts without a gate), w2 (down) or w3 (up); None if the engine says none.
             place: of the expert on this rank; None for all.
             tp: rank and size of the tensor parallel group.
 
         Raises:
-            UnsupportedProblem: for a layer that cannot be updated so: with biases or static scales of inputs.
-            CheckpointError: before the layer was packed, and for anything but one expert's matrix in 16 bits; otherwise
+            UnsupportedProblem: for a layer that cannot be updated so: with static scales of inputs, or of all experts
+                at once with tensor parallelism.
+            CheckpointError: before the layer was packed, and for anything but matrices and biases in 16 bits; otherwise
                 as :meth:`IncomingExperts.put`, with which all of the layer must come again.
-            FormatError: as there.
+            FormatError: as there, and for stacked tensors of another size.
         """
-        if not self.updated or shard is None or place is None or tensor.dim() != 2 or not _is_in_16_bits(name, tensor):
+        known = _is_in_16_bits(name, tensor) or name in self.experts.biases
+        single = shard in ("w1", "w2", "w3") and place is not None and tensor.dim() == 2 - (name in self.experts.biases)
+        stacked = shard is None and place is None and self.experts.source.plain_k_first
+        if not self.updated or not known or not (single or stacked):
             raise CheckpointError(
                 f"{self.packed.where}: {name}",
                 expected="single experts' matrices in 16 bits, as new weights of a layer that was loaded before",
                 got=f"{tensor.dtype} {list(tensor.shape)}",
                 hint="send anything else as the checkpoint stores it, to vLLM by reload_weights",
             )
-        assert self.device is not None
-        problem = self.packed.problem
         self.updates.pending.add(self)
+        if name in self.experts.biases and self.incoming is None:
+            self.early += ((tensor.detach().clone(), name, shard, place, tp),)
+            return False
+        self._take((tensor, name, shard, place, tp))
+        assert self.incoming is not None
+        return self.incoming.complete
+
+    def require_incoming(self) -> None:
+        """Require that no update in 16 bits has begun and not ended.
+
+        Raises:
+            CheckpointError: naming the tensors that are missing; all of the layer must come again.
+        """
+        if self.early:
+            self._take()
+        incoming, self.incoming = self.incoming, None
+        if incoming is not None:
+            incoming.require_complete()
+
+    def forget_early(self) -> None:
+        """Forget biases that came before any matrix, as they were of experts that are not in 16 bits."""
+        if self.early and not self.stale:
+            self.updates.pending.discard(self)
+        self.early = ()
+
+    def _take(self, *given: tuple[Tensor, str, str | None, int | None, tuple[int, int]]) -> None:
+        """Take new weights, after those that came early."""
+        assert self.device is not None
         self.stale = True
-        if problem.spec.bias:
-            raise UnsupportedProblem(
-                f"new weights of {self.packed.where}",
-                expected="experts without biases, or tensors as the checkpoint stores them",
-                got="experts with biases, in 16 bits",
-            )
-        incoming = self.incoming
-        if incoming is None:
-            whole = replace(problem.spec, intermediate=problem.spec.intermediate * tp[1])
-            incoming = IncomingExperts(self.packed.where, problem, whole, device=self.device, shard=Shard.of(tp))
+        incoming, early, self.early = self.incoming, self.early, ()
         self.incoming = None  # after an error all parts must come again
-        part = "down" if shard == "w2" else "gate" if shard == "w1" and problem.spec.gated else "up"
-        incoming.put(part, place, tensor, f"{name} {shard} of expert {problem.spec.first_expert + place}")
+        for tensor, name, shard, place, tp in (*early, *given):
+            problem = self.packed.problem
+            if incoming is None:
+                whole = replace(problem.spec, intermediate=problem.spec.intermediate * tp[1])
+                incoming = IncomingExperts(self.packed.where, problem, whole, device=self.device, shard=Shard.of(tp))
+            if shard is None and tp[1] > 1:
+                raise UnsupportedProblem(
+                    f"new weights of {self.packed.where}",
+                    expected="matrices of single experts, or expert parallelism without tensor parallelism",
+                    got=f"{name} of all experts in 16 bits, cut by the engine as if it was quantized",
+                    hint="send the tensors as the checkpoint stores them, to vLLM by reload_weights",
+                )
+            if shard is None or place is None:
+                parts = list(self.experts.plain_parts(name, tensor))
+            else:
+                part = "down" if shard == "w2" else "gate" if shard == "w1" and problem.spec.gated else "up"
+                parts = [(f"{part}_bias" if name in self.experts.biases else part, place, tensor)]
+            its = name if shard is None else f"{name} {shard}"
+            for part, e, one in parts:
+                incoming.put(part, e, one, f"{its} of expert {problem.spec.first_expert + e}")
         self.incoming = incoming
-        return incoming.complete
 
     def pack_incoming(self, layer: Any, *, in_place: bool) -> None:
         """Pack the new experts, all of which have arrived; as :meth:`PackedLayer.pack`.
@@ -171,6 +213,7 @@ class TakenOver:
         first = self.first_of_its_kind(self.plan)
         weights = experts.weights(self.plan.problem.spec)
         self._pack(layer, weights, check=first, in_place=in_place is not None)
+        self.forget_early()
         self.incoming, self.stale = None, False
         self.updates.end(self)
         del experts

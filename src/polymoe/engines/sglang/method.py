@@ -36,6 +36,9 @@ class PackedExpertsMethod(TakenOver):
     unfinished: set[PackedExpertsMethod]
     """Of all layers of the process, those whose update has begun and not ended."""
 
+    again: tuple[Callable[[], Any], ...] = ()
+    """Load the biases that came :attr:`early`."""
+
     @property
     def load_up_proj_weight_first(self) -> bool:
         """False: gate comes before up, whatever SGLang's method sets."""
@@ -82,8 +85,7 @@ class PackedExpertsMethod(TakenOver):
         if self.updated:
             if self in self.unfinished:  # the end of an update from disk or through IPC
                 self.loaded.require_all()
-            if self.incoming is not None:
-                self.incoming.require_complete()
+            self.require_incoming()
             return
         for name in self.created:
             tensor = layer._parameters[name]
@@ -135,7 +137,12 @@ class PackedExpertsMethod(TakenOver):
             place = None if expert is None else layer._map_global_expert_id_to_local_expert_id(expert)
             if place == -1:  # another rank's
                 return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
-            if self.is_plain(name, loaded_weight):
+            bias = self.updated and name in self.experts.biases and self not in self.unfinished
+            if bias or self.is_plain(name, loaded_weight):
+                if bias and self.incoming is None:  # to be loaded by SGLang, if the first matrix is not in 16 bits
+                    again = functools.partial(load, param, loaded_weight.clone(), weight_name, shard_id)
+                    kept = functools.partial(again, *expert_id, **more)
+                    self.again = (*(self.again if self.early else ()), kept)
                 if self.take(loaded_weight, name, shard_id, place, (layer.moe_tp_rank, layer.moe_tp_size)):
                     self.pack_incoming(layer, in_place=True)
                 return None
@@ -159,6 +166,10 @@ class PackedExpertsMethod(TakenOver):
                 made = torch.empty_like(self.experts.tensors[name], device="cpu")
                 made.view(torch.uint8).zero_()  # padding is never loaded
                 layer._parameters[name].data = made
+            again = self.again if self.early else ()
+            self.forget_early()
+            for load in again:
+                load()
 
     def _end_update(self, layer: Any) -> None:
         self.dummy = False

@@ -212,9 +212,11 @@ def _load(
     method: PackedMethod = layer.quant_method
     name = next(name for name, parameter in layer._parameters.items() if parameter is param)
     done = not param.is_meta and getattr(layer, _DONE, False)
-    if done or method.is_plain(name, loaded_weight):
+    plain = done or method.is_plain(name, loaded_weight)
+    if plain or (param.is_meta and method.updated and name in method.experts.biases):
         success = _load_plain(layer, param, name, loaded_weight, shard_id, expert_id, done=done)
-        return success if return_success else None
+        if plain or method.incoming is not None:
+            return success if return_success else None
     method.require_places(layer)
     if not param.is_meta and name not in method.cleared:
         param.data.zero_()
@@ -253,7 +255,8 @@ def _load_plain(
         guard_model_runs(method.updates)
     info = get_layerwise_info(layer)
     if param.is_meta and len(info.loaded_weights) == 1:
-        method.incoming = None  # of a reload that ended before its last tensor
+        method.forget_early()  # of a reload that ended before its last tensor
+        method.incoming = None
     parallel = layer.moe_config.moe_parallel_config
     with _disable_current_modes():  # vLLM counts what is copied
         last = method.take(loaded_weight, name, shard, place, (parallel.tp_rank, parallel.tp_size))
