@@ -131,16 +131,18 @@ _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("checkpoint/dialects/int4.py", "checkpoint/test_dialects.py", (
         ("if recorded != shape:", "if False:"),
     )),
-    ("kernels/cuda/slots.cu", "layer/test_offload.py", (
+    ("kernels/cuda/slots.cu", "layer/test_offload.py::test_kernels_place_and_fetch_as_the_table_says", (
         ("used[slots[e]] = -1;", ""),
         ("grid_dependency_wait();\n    const int misses", "const int misses"),
         ("to[i] = from[i];", "to[i] = (args.from[part] + args.misses[2 + 2 * miss] * size)[i];"),
     )),
-    ("layer/sweep.py", "layer/test_offload.py", (
+    ("layer/sweep.py", "layer/test_offload.py::test_copies_wait_for_what_reads_their_buffer", (
         ("self.stream.wait_event(to._done)", "pass"),
+    )),
+    ("layer/sweep.py", "layer/test_offload.py::test_sweeps_in_another_order_than_last_time", (
         ("self.copies.wait(buffer)  # those of another layer, which was expected", "pass"),
     )),
-    ("layer/offload.py", "layer/test_offload.py", (
+    ("layer/offload.py", "layer/test_offload.py::test_update_empties_the_slots", (
         ("self._host.copy_from(buffer.tensors)\n                self._slots.empty()",
          "self._host.copy_from(buffer.tensors)"),
     )),
