@@ -22,6 +22,7 @@ from unittest.mock import patch
 import engines_document
 import peers_document
 import scale
+import slots_plot
 import versions_document
 from backends_document import backends_document, markdown
 from share_plot import plot, write_png
@@ -580,6 +581,8 @@ def main() -> None:
         for engine, file in ENGINES.items():
             png = ROOT / "docs" / "engines" / f"{engine.lower()}-h200.png"
             engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)
+        slots = newest(read(ROOT / "benchmarks" / "results" / "slots-h100.jsonl"))
+        slots_plot.plot(slots, ROOT / "docs" / "offloading-h100.png")
 
 
 if __name__ == "__main__":

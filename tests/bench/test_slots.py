@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import slots_plot
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymoe.bench import slots
 from polymoe.bench.cases import Workload
-from polymoe.bench.records import Stamp
+from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.bench.slots import missing_calls, slot_rows
 from polymoe.bench.timing import Timing
@@ -101,3 +103,29 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.median_us >= r.floor_us for r in records)
     assert records[1].floor_us > 0
     assert rows[-1].note == "12 misses"
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    """A line for each case, in order of misses or tokens; of stacks the deepest, and no resident layer."""
+    pytest.importorskip("matplotlib")
+    one = {"backend": "cuda", "format": "mxfp4", "activations": "16bit", "routing": "cycle", "share": 1.0, "error": 0.0}
+    one |= {
+        "error_exact": 0.0,
+        "device": "h100",
+        "torch": "2",
+        "triton": None,
+        "commit": "a",
+        "date": "",
+        "command": "",
+    }
+
+    def record(case: str, tokens: int, us: float) -> Record:
+        return Record(**one, case=case, tokens=tokens, median_us=us, p25_us=us, p75_us=us, floor_us=us - 1)
+
+    records = [record(f"a[4 slots, {misses} misses]", 1, 10 + misses) for misses in (2, 0, 1)]
+    records += [record("a[4 slots][stack of 4]", tokens, 30 + tokens) for tokens in (1024, 4096)]
+    records += [record("a[4 slots][stack of 12]", 4096, 40), record("a[4 slots]", 8, 20), record("a", 1, 5)]
+    assert slots_plot.by_misses(records) == {"a, 4 slots": [(0, 10, 9), (1, 11, 10), (2, 12, 11)]}
+    assert slots_plot.by_tokens(records) == {"a, 4 slots": [(8, 20, 19), (4096, 40, 39)]}
+    slots_plot.plot(records, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
