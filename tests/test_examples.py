@@ -110,10 +110,45 @@ def test_tensor_parallel(way: str) -> None:
 
 
 def test_the_task_of_lm_eval_names_fields_of_its_file() -> None:
-    """``tests/evaluate/test_lm_eval.py`` runs it where lm-eval is installed."""
+    """``tests/test_lm_eval.py`` runs it where lm-eval is installed."""
     task = pytest.importorskip("yaml").safe_load((EXAMPLES / "lm_eval" / "sums.yaml").read_text(encoding="utf-8"))
     first = (ROOT / task["dataset_kwargs"]["data_files"]["test"]).read_text(encoding="utf-8").splitlines()[0]
     assert [task["doc_to_text"], task["doc_to_target"]] == [f"{{{{{name}}}}}" for name in json.loads(first)]
+
+
+def compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *runs: Path) -> str:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, runs)])
+    return output("lm_eval/compare.py", capsys)
+
+
+def samples(path: Path, right: str) -> Path:
+    """What lm-eval 0.4.13 writes; one character a question: 1 is right."""
+    path.parent.mkdir(exist_ok=True)
+    about = {"filter": "none", "metrics": ["exact_match"]}
+    rows = ({"doc_id": i, "doc_hash": "a", "exact_match": float(value), **about} for i, value in enumerate(right))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_runs_of_lm_eval_are_compared_by_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for day, right in enumerate(("1" * 40, "1" * 30 + "0" * 10)):
+        samples(tmp_path / "a" / f"samples_sums_{day}.jsonl", right)
+    b = samples(tmp_path / "samples_b.jsonl", "1" * 20 + "0" * 16)
+    said = compared(capsys, monkeypatch, tmp_path / "a", b)
+    # Of 36 differences 20 are 0, 10 are 1 and 6 are 0.5: mean 13 / 36, deviation 0.4410.
+    for text in (
+        "A   91.67 % ± 3.15",
+        "B   55.56 %",
+        "+36.11 points, 95 % interval +21.71 to +50.52",
+        "4 were answered",
+    ):
+        assert text in said
+    assert "+0.00 points, 95 % interval -7.98 to +7.98" in compared(capsys, monkeypatch, b, b)
+    few = samples(tmp_path / "few.jsonl", "1" * 29)
+    with pytest.raises(SystemExit, match="at least 30 questions that both runs answered, got 29"):
+        compared(capsys, monkeypatch, b, few)
 
 
 def test_each_has_a_row_in_the_table_and_a_test() -> None:

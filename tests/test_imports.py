@@ -98,7 +98,6 @@ def test_no_circle_of_modules() -> None:
     ("folder", "others"),
     [
         ("kernels", set()),  # device code and its launchers
-        ("evaluate", {"errors", "common"}),  # reads lm-eval's files, and loads no model
         ("bench/serving", {"errors", "common", "bench"}),
     ],
 )
@@ -116,7 +115,7 @@ def test_an_engines_adapter_imports_no_other(engine: str, others: str) -> None:
 
 def test_engines_and_kernel_libraries_are_imported_only_where_they_belong() -> None:
     for path in FILES:
-        where = part(path) in {"engines", "serve", "kernels", "evaluate"}
+        where = part(path) in {"engines", "serve", "kernels"}
         if not (where or ROOT / "checkpoint/architectures" in path.parents):
             eager = {name.split(".")[0] for name, at_import in imports(path) if at_import}
             assert not eager & ENGINES, path

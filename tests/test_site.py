@@ -18,7 +18,7 @@ def test_every_command_and_option_has_its_row() -> None:
     text = site_pages.commands_page()
     found = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert found[0] == "polymoe explain"
-    assert {"polymoe bench kernels", "polymoe bench serve", "polymoe eval compare", "polymoe doctor"} <= set(found)
+    assert {"polymoe bench kernels", "polymoe bench serve", "polymoe doctor"} <= set(found)
     part = text.partition("## polymoe explain\n")[2].partition("\n## ")[0]
     assert "| <code>--device &lt;str&gt;</code> |" in part
     assert "| <code>--role &lt;mixed&#124;decode&#124;prefill&gt;</code> |" in part  # no bar ends the cell

@@ -193,14 +193,11 @@ def test_any_value_in_a_row_of_a_table(name: str, value: Any) -> None:
 @given(st.lists(st.binary(max_size=60) | trees.map(dumps), max_size=4))
 def test_any_lines_as_records(directory: Path, lines: list[bytes]) -> None:
     from polymoe.bench import records
-    from polymoe.evaluate import read_samples
 
     file = directory / "records.jsonl"
     file.write_bytes(b"\n".join(lines) + b"\n")
     with contextlib.suppress(ArgumentError):
         records.read(file)
-    with contextlib.suppress(ArgumentError):
-        read_samples(file)
 
 
 def changed(tree: Any, data: st.DataObject) -> None:

@@ -54,7 +54,6 @@ NEEDED: dict[str, list[str]] = {
     "bench slots": ["--trace", "no/such/trace"],
     "tune": ["--case", "gpt-oss-20b"],
     "doctor": [],
-    "eval compare": ["a", "b"],
 }
 """Arguments that are valid."""
 
@@ -72,7 +71,7 @@ WRONG = {
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
 
 FREE = {
-    "--commit", "--filter", "--label", "--metric", "--model", "--name", "--system",  # any text
+    "--commit", "--label", "--model", "--name", "--system",  # any text
     "--checkpoint",  # a checkpoint that is refused exits with 1, as the argument does
 }  # fmt: skip
 

@@ -95,8 +95,8 @@ def test_the_command_line(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_limit_on_descriptors_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="max_connections"):
-        serve(tmp_path / "no checkpoint", port=0, max_connections=10**9)
+    with pytest.raises(ArgumentError, match="max_concurrent_requests"):
+        serve(tmp_path / "no checkpoint", port=0, max_concurrent_requests=10**9)
 
 
 def test_an_open_server_without_a_key_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,6 @@ from polymoe.cli import (
     bench_slots,
     chat,
     doctor,
-    eval,
     explain,
     models,
     quantize,
@@ -53,10 +52,6 @@ _bench = group(
     cls=_Bench,
     epilog="polymoe bench --case ... is short for polymoe bench kernels --case ...",
 )
-_eval = group(
-    "eval",
-    "Compare accuracy. lm-eval asks a server and judges the answers.",
-)
 
 add(app, "explain", "Show whether a model fits a GPU, how fast, and on which kernels.", explain.command,
     "polymoe explain demo --device h200",
@@ -81,7 +76,6 @@ add(app, "serve", "Serve a checkpoint with OpenAI's API.", serve.command, "polym
 add(app, "quantize", "Write a checkpoint with its experts in another format.", quantize.command,
     "polymoe quantize path/to/checkpoint --format mxfp4 --out path/to/new")  # fmt: skip
 app.add_typer(_bench)
-app.add_typer(_eval)
 add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.command,
     "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
     "polymoe tune --checkpoint demo --seconds 60")  # fmt: skip
@@ -101,9 +95,6 @@ add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
 add(_bench, "slots", "Replay recorded routing: which experts would be on the GPU.", bench_slots.command,
     "polymoe bench slots --trace routing.safetensors --slots 8,16,25%",
     "polymoe bench slots --trace routing.safetensors --link 26 --json")  # fmt: skip
-add(_eval, "compare", "Compare two runs of lm-eval, with a 95 % interval.", eval.compare,
-    "polymoe eval compare packed dequantized",
-    "polymoe eval compare packed dequantized --filter strict-match --json")  # fmt: skip
 
 
 def _version(wanted: bool) -> None:

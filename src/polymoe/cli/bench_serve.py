@@ -36,7 +36,6 @@ class _Load:
     )
     input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_counts)
     output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_counts)
-    shared_prefix: int = option(0, "Number of tokens that all prompts share, for the server's cache.", min=0)
     warmup: bool = option(True, "Send a small batch before each row, without measuring it.", "--warmup/--no-warmup")
     seed: int | None = option(None, "Seed of prompts. Default: random.")
 
@@ -126,7 +125,7 @@ async def _measure(
         if not client.ignores_eos:
             say("the server refuses ignore_eos: answers may end early")
         seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
-        prompts = Prompts(client.count, seed=seed, shared=load.shared_prefix)
+        prompts = Prompts(client.count, seed=seed)
         await prompts.calibrate()
         origin = Origin(
             label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),

@@ -42,9 +42,6 @@ class _Limits:
     max_concurrent_requests: int = option(
         128, "Maximum number of requests that run or wait; more are refused with 429.", min=1
     )
-    max_connections: int | None = option(
-        None, "Maximum number of connections; requests of more get 503. Default: what file descriptors allow.", min=1,
-    )  # fmt: skip
     grace_s: float = option(2.0, "Seconds for which running answers may continue after SIGTERM.", "--grace", min=0)
 
 

@@ -147,26 +147,20 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def connection_limit(asked: int | None, requests: int) -> int:
-    """The maximum number of connections, which this process's limit on file descriptors must allow. That limit is
-    raised as far as the process may.
+def connection_limit(requests: int) -> int:
+    """The maximum number of connections: what this process's limit on file descriptors allows, which is raised as far
+    as the process may.
 
     Args:
-        asked: the number that the user names; None for as many as the limit allows.
         requests: maximum number of requests that run or wait. Each has a connection, and there must be room for more.
 
     Raises:
-        ArgumentError: if ``asked`` or ``requests`` is too high.
+        ArgumentError: if ``requests`` is too high.
     """
-    room = _free_descriptors() - _RESERVED
-    most = room if asked is None else asked
-    if most > room:
-        expected = f"at most {max(room, 0)}: the limit on file descriptors, less those in use and {_RESERVED} others"
-        hint = "raise the limit with ulimit -n"
-        raise ArgumentError("max_connections", expected=expected, got=str(asked), hint=hint)
+    most = _free_descriptors() - _RESERVED
     if most <= requests:
         expected = f"fewer than there may be connections, which are {max(most, 0)}"
-        hint = "raise --max-connections, or the limit on file descriptors with ulimit -n"
+        hint = "raise the limit on file descriptors with ulimit -n"
         raise ArgumentError("max_concurrent_requests", expected=expected, got=str(requests), hint=hint)
     return most
 

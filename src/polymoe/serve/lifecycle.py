@@ -50,8 +50,6 @@ class ServerOptions:
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
-        max_connections: maximum number of connections, above which requests are answered with 503; None is what the
-            limit on file descriptors allows, which is raised as far as it may be.
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: whether requests share forward passes (CUDA only); otherwise they run one after the other.
             None is wherever that is faster.
@@ -80,7 +78,6 @@ class ServerOptions:
     max_tokens: int | None = None
     max_request_bytes: int = 4 * 2**20
     max_concurrent_requests: int = 128
-    max_connections: int | None = None
     grace_s: float = 2.0
     continuous_batching: bool | None = None
     graphs: bool | None = None
@@ -142,7 +139,7 @@ def serve(
 
     o = ServerOptions(**options)
     recorded = None if o.record_routing is None else require_new_file(o.record_routing, "record_routing")
-    connections = connection_limit(o.max_connections, o.max_concurrent_requests)
+    connections = connection_limit(o.max_concurrent_requests)
     with bind(o.host, o.port) as listener:  # before the imports that take seconds
         with packages_of("serve", "polymoe serve"):
             from transformers.utils.logging import set_verbosity_error

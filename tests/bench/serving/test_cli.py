@@ -75,11 +75,6 @@ def test_no_record_holds_the_key(bench: Cli, standin: Standin) -> None:
         assert "secret" not in stdout + stderr
 
 
-def test_a_prefix_that_all_prompts_share(bench: Cli, standin: Standin) -> None:
-    assert bench("--batch-size", 4, *SMALL, "--shared-prefix", 12)[0] == 0
-    assert len({tuple(body["prompt"].split()[:12]) for body in standin.measured}) == 1
-
-
 def test_energy_where_nvml_answers(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

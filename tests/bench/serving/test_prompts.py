@@ -12,9 +12,7 @@ from polymoe.bench.serving.prompts import Prompts
 from polymoe.errors import ArgumentError, ServerError
 
 
-def made(
-    count: Callable[[str], int], tokens: int, number: int = 3, *, seed: int = 1, shared: int = 0
-) -> tuple[list[str], int, int]:
+def made(count: Callable[[str], int], tokens: int, number: int = 3, *, seed: int = 1) -> tuple[list[str], int, int]:
     """Prompts, how many tokens they are said to have, and how often was counted."""
     asked = []
 
@@ -23,7 +21,7 @@ def made(
         return count(text)
 
     async def make() -> tuple[list[str], int]:
-        prompts = Prompts(counted, seed=seed, shared=shared)
+        prompts = Prompts(counted, seed=seed)
         await prompts.calibrate()
         return await prompts.make(tokens, number)
 
@@ -82,19 +80,9 @@ def test_prompts_differ_from_their_first_words_and_come_back_with_the_seed() -> 
     assert not set(made(a_token_a_word, 64, 50, seed=2)[0]) & set(texts)
 
 
-def test_a_shared_prefix_is_shared_and_counted() -> None:
-    texts, said, _ = made(a_token_a_word, 100, 20, shared=40)
-    assert said == 100
-    starts = {tuple(text.split()[:40]) for text in texts}
-    assert len(starts) == 1
-    assert len({tuple(text.split()[:44]) for text in texts}) == 20
-
-
 def test_too_short_for_a_word() -> None:
     with pytest.raises(ArgumentError, match="input_len: expected at least 4"):
         made(a_token_a_word, 2)
-    with pytest.raises(ArgumentError, match="input_len: expected at least 44"):
-        made(a_token_a_word, 40, shared=40)
 
 
 def test_a_count_that_never_grows() -> None:

@@ -41,18 +41,15 @@ class Prompts:
     Args:
         count: counts the tokens of a prompt.
         seed: two objects with the same seed make the same prompts.
-        shared: number of tokens at the start that all prompts share, for the prefix cache of a server.
     """
 
-    def __init__(self, count: Count, *, seed: int, shared: int = 0) -> None:
+    def __init__(self, count: Count, *, seed: int) -> None:
         self._count = count
         self._random = random.Random(seed)
-        self._shared = shared
         self._words: Sequence[str] = ()
         self._between = ""
         self._each = 1.0
         self._added = 0.0
-        self._prefix: tuple[str, ...] = ()
         self._fitted: dict[int, tuple[int, int]] = {}
 
     async def calibrate(self) -> None:
@@ -83,7 +80,6 @@ class Prompts:
                 got=f"{once} tokens, and {twice} for twice the text",
             )
         _, self._each, self._added, self._words, self._between = min(found)
-        self._prefix = tuple(self._random.choices(self._words, k=round(self._shared / self._each)))
 
     async def make(self, tokens: int, number: int) -> tuple[list[str], int]:
         """Make ``number`` prompts of ``tokens`` tokens, or as close as whole words get, and return their length.
@@ -99,7 +95,7 @@ class Prompts:
 
     async def _fit(self, tokens: int) -> tuple[int, int]:
         """Return the number of words for ``tokens`` tokens and the true count: a guess, corrected by counting."""
-        words = max(len(self._prefix) + 1, round((tokens - self._added) / self._each))
+        words = max(1, round((tokens - self._added) / self._each))
         tried: dict[int, int] = {}
         while words not in tried and len(tried) < 5:
             tried[words] = await self._count(self._text(words))
@@ -107,14 +103,13 @@ class Prompts:
             if off == 0:
                 break
             words += round(off / self._each) or (1 if off > 0 else -1)
-            words = max(len(self._prefix) + 1, words)
+            words = max(1, words)
         best = min(tried, key=lambda n: abs(tried[n] - tokens))
-        if tried[best] > tokens and best == len(self._prefix) + 1:
+        if tried[best] > tokens and best == 1:
             raise ArgumentError(
                 "input_len", expected=f"at least {tried[best]}, the shortest prompt here", got=str(tokens)
             )
         return best, tried[best]
 
     def _text(self, words: int) -> str:
-        rest = self._random.choices(self._words, k=words - len(self._prefix))
-        return self._between.join((*self._prefix, *rest))
+        return self._between.join(self._random.choices(self._words, k=words))
