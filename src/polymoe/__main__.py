@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Entry point: import the command line and run it. Ctrl-C ends the import without a traceback too."""

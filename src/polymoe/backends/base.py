@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = [
-    "UNTIMED",
-    "Backend",
-    "BackendBase",
-    "Prediction",
-    "Runner",
-    "RunnerBase",
-    "aligned",
-    "inputs_of",
-    "layouts_for",
-    "mapped_ids",
-    "require_aligned",
-]
-
 
 UNTIMED = "no record times it: runs only on request"
 """Why ``auto`` passes over a backend whose times are only predicted (:attr:`Accepted.opt_in_reason`)."""

@@ -9,8 +9,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from polymoe.errors import PlanError, nearest
 
-__all__ = ["Config"]
-
 _C = TypeVar("_C", bound="Config")
 
 

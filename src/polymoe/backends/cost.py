@@ -16,8 +16,6 @@ from math import expm1
 from polymoe.machine import Device
 from polymoe.problem import Problem
 
-__all__ = ["ZIPF_EXPONENT", "Cost", "active_share", "chances", "cost"]
-
 ZIPF_EXPONENT = 1.1
 """Of the skewed half of routings: the expert of rank r is drawn in proportion to ``r**-1.1``."""
 

@@ -10,8 +10,6 @@ from polymoe.problem import Problem
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason
 
-__all__ = ["ANY", "SHARDS", "Handled", "unhandled"]
-
 
 class _Any(tuple[object, ...]):
     """Every value."""

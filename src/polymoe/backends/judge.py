@@ -11,8 +11,6 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Accepted, Reason, Rejected, Verdict
 
-__all__ = ["failed", "judge"]
-
 
 def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
     """Return the backend's verdict, or a rejection if the problem has features that the backend does not declare.

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from polymoe.machine import Machine
 from polymoe.problem.verdict import Reasons
 
-__all__ = ["at_least", "need_package", "release"]
-
 _PARTS = 4  # numbers of a version, so that 0.7 and 0.7.0 are the same
 
 

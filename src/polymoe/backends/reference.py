@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["Reference", "ReferenceRunner", "emulate_activations", "layer_input_scales", "run_expert", "run_experts"]
-
 # Bytes that torch moves to dequantize one weight: conversion of codes to float32, expansion of scales, their product,
 # and the read by the matrix product.
 _DEQUANTIZED_BYTES = 24

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["Torch", "TorchRunner"]
-
 _LAYOUT = "dequantized"
 
 _FREE_SHARE = 0.9

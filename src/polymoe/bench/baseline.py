@@ -14,8 +14,6 @@ from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
-__all__ = ["BASELINE_TOLERANCE", "NAME", "Dequantized", "check", "dequantize", "run"]
-
 NAME = "torch-dequantized"
 """The baseline's name in tables and records, beside the names of backends."""
 

@@ -19,8 +19,6 @@ from polymoe.problem.activations import Activation, SwiGLU
 from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["CASES", "Case", "Workload", "case_named", "default_activations", "random_weights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

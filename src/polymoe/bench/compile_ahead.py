@@ -26,8 +26,6 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["CompileAhead", "compile_one"]
-
 _META = torch.device("meta")
 
 

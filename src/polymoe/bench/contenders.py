@@ -26,11 +26,6 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.verdict import Accepted, Reason, Rejected
 
-__all__ = [
-    "BenchRow", "Call", "LayerContender", "Run", "calls_for", "free_bytes", "own_contenders", "peer_contenders",
-    "run_backend", "run_baseline", "run_peer", "told", "works",
-]  # fmt: skip
-
 Call = tuple[Tensor, Routing]
 """x and routing of one call."""
 Run = Callable[[Tensor, Routing, Tensor], Tensor | None]

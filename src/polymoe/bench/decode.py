@@ -31,8 +31,6 @@ from polymoe.problem.numerics import relative_error
 if TYPE_CHECKING:
     from polymoe.engines.transformers.decode_graph import Decoder
 
-__all__ = ["COMPARED", "LOGITS_TOLERANCE", "Contender", "ModelBench"]
-
 LOGITS_TOLERANCE = 5e-2
 """Largest relative difference between logits of two ways to run a model, as the median over positions. Transformers'
 own experts implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights, as rounding changes routing."""

@@ -11,8 +11,6 @@ from polymoe.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EnergyMeter"]
-
 
 class EnergyMeter:
     """Reads the energy counters of GPUs: NVML's ``nvmlDeviceGetTotalEnergyConsumption``, in millijoules.

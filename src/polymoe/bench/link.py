@@ -18,8 +18,6 @@ from polymoe.machine import Machine
 from polymoe.machine.link import MeasuredLink
 from polymoe.problem.call import device_name
 
-__all__ = ["measure_link"]
-
 _RECORD_BYTES = 13 * 2**20  # about an expert of gpt-oss-120b in MXFP4
 _SLOTS, _RECORDS = 32, 96
 _ORDINARY = partial(torch.empty, dtype=torch.uint8)

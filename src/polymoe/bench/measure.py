@@ -40,8 +40,6 @@ from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 
-__all__ = ["Bench", "BenchRow", "Call", "compared_call", "draw_calls", "reference_results"]
-
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 _COMPARED_TOKENS = 8
 """At least so many tokens are compared with the reference, if need be of several calls. Where h is rounded to E4M3, one

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from polymoe.layer.experts import FusedExperts
 
-__all__ = ["experts_modules", "held_bytes", "step_bytes"]
-
 
 def experts_modules(model: Any) -> list[Any]:
     """Return the modules of a Transformers model that are called as experts(x [T, H], ids [T, A], weights [T, A])."""

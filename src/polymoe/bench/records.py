@@ -20,8 +20,6 @@ from polymoe.machine import Machine
 if TYPE_CHECKING:
     from polymoe.bench.timing import Timing
 
-__all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]
-
 
 _T = TypeVar("_T")
 _BACKENDS = ("backend", "implementation")  # fields of lines that name a backend

@@ -17,8 +17,6 @@ from polymoe.machine import Device
 from polymoe.problem import Problem
 from polymoe.problem.routing import Routing
 
-__all__ = ["RoutingDistribution", "floor_us", "parse_routing"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDistribution:

@@ -19,8 +19,6 @@ from polymoe.errors import ArgumentError
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall
 from polymoe.layer.slots import LeastRecentlyUsed
 
-__all__ = ["POLICIES", "Replay", "replays", "slots_of_layers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:

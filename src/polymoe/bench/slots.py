@@ -33,8 +33,6 @@ from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine, host_memory
 from polymoe.problem.routing import Routing
 
-__all__ = ["missing_calls", "packed_layer", "slot_rows"]
-
 _CALLS = 32  # at least, of one graph
 _MOST_CAPTURED = 256  # tokens of a step for which engines capture graphs
 _STACK = 12  # layers, or as many as half of the free host memory holds

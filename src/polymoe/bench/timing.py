@@ -14,8 +14,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["TimedCalls", "Timing", "distinct_calls"]
-
 _WARM_UP, _REPEATS, _AT_LEAST = 3, 15, 3
 _SECONDS = 2.0  # for calls timed one by one
 

@@ -41,8 +41,6 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.verdict import Accepted, Rejected
 
-__all__ = ["Outcome", "Tune"]
-
 _ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution(f"zipf:{ZIPF_EXPONENT}", ZIPF_EXPONENT))
 """Routings of timed calls, in turn: real routing is between the two."""
 _COMPILING = 1 / 3

@@ -14,8 +14,6 @@ from polymoe.errors import ArgumentError, quoted
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LEAST_TOKENS", "Calibration", "InputSquares", "Texts"]
-
 LEAST_TOKENS = 32
 """Fewest tokens from which a mean square is used. That of n normally distributed inputs has a standard error of
 sqrt(2 / n), a quarter at 32."""

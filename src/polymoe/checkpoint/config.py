@@ -21,8 +21,6 @@ from polymoe.checkpoint.scheme import NamedSchemes, QuantizationConfig, Scheme
 from polymoe.errors import nearest
 from polymoe.formats import FORMATS
 
-__all__ = ["QuantizationConfig", "Scheme", "parse_quantization", "quantization_source"]
-
 
 def parse_quantization(
     config: Mapping[str, Any], side: Mapping[str, Any] | None = None, family: ModelFamily | None = None

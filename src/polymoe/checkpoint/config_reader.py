@@ -10,8 +10,6 @@ from polymoe.checkpoint.patterns import LONGEST_PATTERN, check_name
 from polymoe.errors import ArgumentError, CheckpointError, quoted
 from polymoe.problem.activations import Activation, parse_activation
 
-__all__ = ["MOST_EXPERTS", "MOST_LAYERS", "MOST_WIDTH", "ConfigReader"]
-
 # The largest numbers that a config may give: far above those of any model, and small enough that what is computed from
 # them ends and fits into memory.
 MOST_LAYERS = 500

@@ -11,8 +11,6 @@ from polymoe.checkpoint.load import Checkpoint
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import CheckpointNotFound
 
-__all__ = ["DenseSize", "dense_size"]
-
 _EMBEDDINGS = ("embed_tokens.weight", "embed.weight", "embeddings.weight")
 """How names of input embeddings end in the supported families."""
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_model|vision_tower|multi_modal_projector|mm_projector)\.")

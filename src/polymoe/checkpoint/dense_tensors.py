@@ -21,8 +21,6 @@ from polymoe.formats import Encoding, QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DenseMatrix", "DenseTensor", "DenseTensors", "MatrixRead"]
-
 CODES = ("weight", "weight_packed", "qweight", "blocks")
 QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
 MOST_MATRICES = 20_000

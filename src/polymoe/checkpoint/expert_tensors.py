@@ -18,8 +18,6 @@ from polymoe.errors import CheckpointError, FormatError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_bias", "describe_header", "expert_header", "expert_tensor", "full_names", "present_tensors"]
-
 
 @contextmanager
 def full_names(name: Callable[[str], str], module: str = "", expert: int | None = None) -> Iterator[None]:

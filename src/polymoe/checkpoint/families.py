@@ -25,19 +25,6 @@ from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency, nearest
 from polymoe.formats.encoding import ScaleDtype
 
-__all__ = [
-    "MODEL_FAMILIES",
-    "Arrangement",
-    "Fused",
-    "ModelFamily",
-    "MoeConfig",
-    "PerExpert",
-    "families_of",
-    "family_of",
-    "text_config",
-    "text_reader",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:

@@ -20,8 +20,6 @@ from polymoe.errors import CheckpointError, CheckpointNotFound, quoted
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CheckpointFiles", "Header"]
-
 CONFIG = "config.json"
 SIDE = "hf_quant_config.json"
 ADAPTER = "adapter_config.json"

@@ -12,8 +12,6 @@ from typing import Any
 from polymoe.checkpoint.opener import exists
 from polymoe.errors import CheckpointNotFound
 
-__all__ = ["in_cache", "locate", "require_name"]
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXPECTED = "an existing path, or a Hub id like org/name"
 OTHER_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.tiktoken", "*/*.txt", "consolidated*", "adapter*")

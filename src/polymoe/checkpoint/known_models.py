@@ -32,8 +32,6 @@ from polymoe.checkpoint.load import Checkpoint
 from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
 
-__all__ = ["KnownModel", "dense_size_of", "known_models", "open_checkpoint"]
-
 _NAMED = 4
 """How many known models a hint names at most."""
 

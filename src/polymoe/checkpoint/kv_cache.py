@@ -10,8 +10,6 @@ from polymoe.checkpoint.config_reader import MOST_LAYERS, MOST_WIDTH, ConfigRead
 from polymoe.checkpoint.families import text_reader
 from polymoe.common.shapes import ceil_div
 
-__all__ = ["KvCache", "attention_heads", "kv_cache"]
-
 _BYTES = 2  # of one 16-bit number
 _LLAMA4_FULL = 4
 """Of Llama-4's layers, each fourth attends to the whole context, the others to chunks."""

@@ -35,8 +35,6 @@ from polymoe.problem.tensors import Expert, ExpertsSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Part", "StoredLayer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -31,8 +31,6 @@ from polymoe.problem import Dtype, Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["Checkpoint"]
-
 
 class Checkpoint:
     """An open mixture-of-experts checkpoint; close it, or use it as a context manager.

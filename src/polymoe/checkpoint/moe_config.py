@@ -23,20 +23,6 @@ from polymoe.problem.routing import (
     TopKSoftmax,
 )
 
-__all__ = [
-    "MoeConfig",
-    "deepseek_v3",
-    "deepseek_v4",
-    "deepseek_v41",
-    "glm",
-    "gpt_oss",
-    "llama4",
-    "mixtral",
-    "nemotron_h",
-    "qwen",
-    "qwen3",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:

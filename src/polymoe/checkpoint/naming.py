@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from polymoe.checkpoint.arrangement import Arrangement, PerExpert
 
-__all__ = ["BIAS", "module_name", "part_shape", "parts", "tensor_name"]
-
 BIAS = "bias"
 """Suffix of a bias in all dialects."""
 

@@ -19,8 +19,6 @@ from polymoe.checkpoint.patterns import check_name
 from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
 
-__all__ = ["check_regular", "exists", "is_inside", "open_weights", "parse_object", "read_bytes", "read_json"]
-
 MOST_BYTES = 64 * 2**20
 """Size of the largest file that is read whole: over twice the longest index and tokenizer of today's releases."""
 MOST_DIMENSIONS = 8

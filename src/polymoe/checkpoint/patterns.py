@@ -13,8 +13,6 @@ from typing import Any
 
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["LONGEST_NAME", "LONGEST_PATTERN", "check_name", "compile_regexes"]
-
 LONGEST_NAME = 500
 """Characters of a name; the longest ones in use have about 150."""
 

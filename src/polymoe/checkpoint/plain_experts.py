@@ -15,8 +15,6 @@ from polymoe.problem.tensors import ExpertsSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PlainExperts"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlainExperts:

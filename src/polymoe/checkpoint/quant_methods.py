@@ -22,8 +22,6 @@ from polymoe.problem.activation_quantization import (
     ActivationQuantization,
 )
 
-__all__ = ["QUANT_METHODS", "Context"]
-
 _ForModules = tuple[Callable[[str], bool], Callable[[], Scheme]]
 """Which modules have a scheme, and the function that makes it."""
 

@@ -38,8 +38,6 @@ from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.base import MatrixTile, map_tiles
 from polymoe.problem.tensors import Expert
 
-__all__ = ["DIALECTS_OF", "SEARCHED_FORMATS", "quantize_checkpoint"]
-
 DIALECTS_OF: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("compressed-tensors", "gpt-oss"),
     "nvfp4": ("compressed-tensors", "modelopt"),

@@ -20,8 +20,6 @@ from polymoe.problem.tensors import Expert, ExpertsSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["QUANTIZED_FORMATS", "QuantizedReader", "quantize_expert", "quantized_spec", "recipe_of", "require_format"]
-
 QUANTIZED_FORMATS = ("mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "mxfp8")
 """Formats that experts can be quantized to."""
 

@@ -11,8 +11,6 @@ from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 
-__all__ = ["repacked", "stored_names"]
-
 
 def stored_names(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterator[tuple[str, str, str]]:
     """Yield ``(tensor name, part, suffix)`` of everything stored for an expert; stacked tensors hold all experts."""

@@ -12,8 +12,6 @@ from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 
-__all__ = ["NamedSchemes", "QuantizationConfig", "Scheme", "exact_or_regex", "matcher", "without_root"]
-
 ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
 _EXPERTS = ".experts."
 

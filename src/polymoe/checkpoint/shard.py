@@ -16,17 +16,6 @@ from polymoe.errors import ArgumentError, quoted
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.problem.tensors import Expert, ExpertsSpec
 
-__all__ = [
-    "Parallel",
-    "Shard",
-    "align",
-    "align_encoding",
-    "shard_expert",
-    "shard_spec",
-    "split_experts",
-    "widths",
-]
-
 Parallel = int | tuple[int, int]
 """A parallel group: ``(rank, size)``, or only the size for rank 0."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from polymoe.checkpoint.opener import parse_object, read_bytes
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["TOKENIZER_FILES", "read_tokenizer_files"]
-
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json", "vocab.json", "vocab.txt",
     "merges.txt", "*.model", "*.model.v*", "*.tiktoken", "chat_template.jinja", "additional_chat_templates/*.jinja",

@@ -26,8 +26,6 @@ from polymoe.problem.tensors import Expert, ExpertWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FloatExperts", "expert_tensors", "write_checkpoint"]
-
 FloatExperts: TypeAlias = "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]"
 """``(gate_up_EFH, down_EHF)``, and biases ``gate_up_EF``, ``down_EH`` where the model has them, in natural order: all
 gate rows, then all up rows (experts without a gate: up rows only)."""

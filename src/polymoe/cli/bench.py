@@ -26,8 +26,6 @@ from polymoe.cli.progress import Progress
 if TYPE_CHECKING:
     from polymoe.bench.measure import Bench, BenchRow
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Changes:

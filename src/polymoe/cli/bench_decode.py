@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from polymoe.bench.decode import Contender
     from polymoe.bench.model_records import Failed, ModelRecord
 
-__all__ = ["command"]
-
 _MEASURED = ("packed", "dequantized", "transformers-packed")
 
 

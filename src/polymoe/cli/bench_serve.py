@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from polymoe.bench.serving.client import Server
     from polymoe.bench.serving.record import Load, ServingRecord
 
-__all__ = ["command"]
-
 _counts = numbers(1, 10**9)
 
 

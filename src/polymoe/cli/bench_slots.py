@@ -16,8 +16,6 @@ from polymoe.errors import ArgumentError
 if TYPE_CHECKING:
     from polymoe.bench.slot_policies import Replay
 
-__all__ = ["command"]
-
 
 def _slots(text: str, option: str) -> tuple[float, ...]:
     """Parse numbers, and shares below 1."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from polymoe.engines.transformers.chat import Chat, Turn
     from polymoe.engines.transformers.replies import ReplyPart
 
-__all__ = ["command"]
-
 _HELP = """\
 /help     this list
 /clear    forget the conversation, but not the system message

@@ -13,8 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 from polymoe.cli.options import flat
 from polymoe.errors import ArgumentError, CheckpointNotFound, PolymoeError, nearest
 
-__all__ = ["Command", "Group", "add", "group", "in_options"]
-
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 _COMPLETION = {"--show-completion": show_callback, "--install-completion": install_callback}

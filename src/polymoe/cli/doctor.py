@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from polymoe.cli.options import Output, option
 from polymoe.cli.output import print_json, say
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Measured:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from polymoe.explanation import Explanation, Row
     from polymoe.explanation.offload import Offload
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Where(QuantizedExperts):

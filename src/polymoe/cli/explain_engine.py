@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from polymoe.machine import Device
     from polymoe.planning.selection import PlannedRange
 
-__all__ = ["explain_engine"]
-
 
 def explain_engine(
     checkpoint: str,

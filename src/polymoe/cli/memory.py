@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["out_of_memory"]
-
 _SIZE = r"(\d[\d.]* ?(?:bytes|[KMGT]i?B))"
 _ALLOCATED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _FREE = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")

@@ -13,8 +13,6 @@ from polymoe.common.units import format_bytes, format_count
 if TYPE_CHECKING:
     from polymoe.explanation.models import ModelOnGpu
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Gpu:

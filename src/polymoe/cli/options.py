@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
     from polymoe.bench.cases import Workload
 
-__all__ = [
-    "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
-    "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
-    "RecordedRouting", "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument",
-    "file_to_write", "flat", "gpus", "json_object", "listed", "models", "numbers", "option",
-    "require_checkpoint", "token_counts",
-]  # fmt: skip
-
 
 def option(
     default: Any,

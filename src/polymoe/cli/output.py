@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
     from polymoe.machine import Machine
 
-__all__ = [
-    "cells", "command_line", "console", "fail", "measured_on", "print_json", "print_table", "say", "speed_line",
-    "status", "terminal_text",
-]  # fmt: skip
-
 
 def console() -> Console:
     """Return the console for tables: stdout."""

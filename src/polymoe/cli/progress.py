@@ -9,8 +9,6 @@ from typing import Any
 
 from polymoe.errors import printable
 
-__all__ = ["Progress"]
-
 EVERY_S = 4.0
 """Seconds between lines where stderr is not a terminal."""
 

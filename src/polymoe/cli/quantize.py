@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from polymoe.checkpoint.calibration import Calibration, Texts
     from polymoe.checkpoint.layer import StoredLayer
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Written:

@@ -16,8 +16,6 @@ from polymoe.errors import ArgumentError
 if TYPE_CHECKING:
     from polymoe.engines.transformers.generator import Answer
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Answers:

@@ -13,8 +13,6 @@ import typer
 from polymoe.cli.options import Checkpoint, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
 
-__all__ = ["command"]
-
 
 @dataclass(frozen=True)
 class _Address:

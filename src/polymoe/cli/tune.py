@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from polymoe.machine import Machine
     from polymoe.problem import Problem
 
-__all__ = ["TOKENS", "command"]
-
 TOKENS = tuple(2**n for n in range(15))
 """Token counts that are tuned unless others are asked for."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from polymoe.planning.proof import RunLine
     from polymoe.verify import Report
 
-__all__ = ["command"]
-
 _COMPARED = {"oracle": "float64 oracle", "reference": "reference, inputs quantized"}
 
 

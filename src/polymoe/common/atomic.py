@@ -13,10 +13,6 @@ from pathlib import Path
 
 from polymoe.errors import ArgumentError
 
-__all__ = [
-    "append_line", "append_whole", "is_cut_short", "locked", "open_to_append", "replace_file", "require_new_file",
-]  # fmt: skip
-
 _BINARY = getattr(os, "O_BINARY", 0)  # without it Windows writes a carriage return before each line feed
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY
 _PAGE = 1 << 16  # bytes read at once

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from polymoe.errors import nearest
 
-__all__ = ["RENAMED", "backend_hint", "current_name"]
-
 RENAMED = {"hopper": "cuda"}
 """Backends that had another name before, by that name. Records and tables of measured times keep the old one."""
 

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["VARIABLES", "cache_directory", "downloads_allowed"]
-
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "POLYMOE": "polymoe in a serving engine: 1 (the default) runs the layers that it can run, 0 none, and require "

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from polymoe.errors import MissingDependency
 
-__all__ = ["install_command", "install_hint", "packages_of"]
-
 _CLONE = Path(__file__).parents[3]
 _COMMAND, _WHERE = "pip install -e '.{extra}'", "in a clone of polymoe: "
 """There is no release yet, so what works is a clone of the repository. A release changes these two."""

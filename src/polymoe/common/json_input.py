@@ -10,8 +10,6 @@ from functools import cache
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["MAX_DEPTH", "DuplicateKeyError", "check_fields", "parse_json", "read_fields"]
-
 _T = TypeVar("_T")
 
 MAX_DEPTH = 100

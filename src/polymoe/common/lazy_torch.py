@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Dtypes", "postpone_torch"]
-
 
 class _Postponed(ModuleType):
     """A module that is executed when an attribute is read that it does not have yet.

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, TypeVar
 
-__all__ = ["GROUP", "Plugin", "PluginError", "PluginTable", "from_plugin", "guarded", "load", "plugins"]
-
 GROUP = "polymoe.backends"
 """The entry-point group."""
 

@@ -22,8 +22,6 @@ axes of any one weight matrix where it does not matter which projection it is.
 
 from __future__ import annotations
 
-__all__ = ["ceil_div", "round_up"]
-
 
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``: ``ceil_div(2880, 128) == 23``."""

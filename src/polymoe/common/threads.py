@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["threads_of"]
-
 
 def threads_of(count: int) -> ThreadPoolExecutor:
     """Return ``count`` threads, always the same ones.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["first_few", "format_bytes", "format_count", "format_ranges", "format_tokens", "format_us"]
-
 _PATTERN = 8
 """Numbers in equal steps above 1 are all listed if they are fewer."""
 

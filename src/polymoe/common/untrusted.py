@@ -13,8 +13,6 @@ import torch
 
 from polymoe.errors import CheckpointError, MissingDependency, PolymoeError
 
-__all__ = ["reading"]
-
 _LONGEST = 500  # characters of a cause
 
 

@@ -25,8 +25,6 @@ from polymoe.common.plugins import GROUP, load
 from polymoe.machine import Machine, driver_cuda
 from polymoe.problem.verdict import Reason, Rejected
 
-__all__ = ["Diagnosis", "diagnose"]
-
 Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
 

@@ -14,8 +14,6 @@ import signal
 import sys
 from typing import Any
 
-__all__ = ["MOST_CHARACTERS", "MOST_SECONDS", "main"]
-
 MOST_SECONDS = 5.0
 """Longest time that a template may take for one text. Those of releases take milliseconds."""
 

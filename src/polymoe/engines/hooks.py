@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Hook", "differences", "missing_hooks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hook:

@@ -8,8 +8,6 @@ from polymoe.checkpoint.arrangement import PerExpert
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.engines.serving.preview import ENGINES
 
-__all__ = ["readers"]
-
 TRANSFORMERS = "Transformers 5.23.0"
 
 _TRANSFORMERS: Mapping[str, str] = {

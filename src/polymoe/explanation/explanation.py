@@ -17,7 +17,7 @@ from polymoe.checkpoint.known_models import open_checkpoint
 from polymoe.checkpoint.kv_cache import KvCache
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError
-from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
+from polymoe.explanation.fit import Fit, Ranks, fit_of
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
 from polymoe.planning.proof import said, shipped
@@ -25,8 +25,6 @@ from polymoe.planning.select import resolve_activations, select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.problem.activation_quantization import ActivationQuantization
-
-__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from polymoe.common.units import format_bytes, format_count
 from polymoe.errors import ArgumentError
 from polymoe.machine import Device
 
-__all__ = ["RESERVE", "Fit", "Ranks", "fit_of"]
-
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
 

@@ -12,8 +12,6 @@ from polymoe.explanation.explanation import Explanation, explain
 from polymoe.machine import Device, Machine
 from polymoe.planning.proof import ProofStatus, said, weakest
 
-__all__ = ["ModelOnGpu", "models"]
-
 
 @dataclass(frozen=True)
 class ModelOnGpu:

@@ -12,8 +12,6 @@ from polymoe.explanation.explanation import Explanation
 from polymoe.explanation.fit import RESERVE
 from polymoe.machine.link import LINKS, links
 
-__all__ = ["AUTO_CONTEXT", "HIT_RATES", "LAYER_US", "Offload", "offload_of"]
-
 AUTO_CONTEXT = 8192
 """Tokens of context for which "auto" leaves room."""
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)

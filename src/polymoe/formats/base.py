@@ -18,8 +18,6 @@ from polymoe.formats.tensor import QuantTensor, expand_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Format", "MatrixTile", "best_scales", "group_reduce", "map_tiles"]
-
 _TILE = 1 << 17
 """Weights that one thread quantizes at a time on a CPU: few enough for its cache, and so many that calls of torch cost
 little beside the work."""

@@ -16,22 +16,6 @@ from polymoe.errors import FormatError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CODE_DTYPES",
-    "E2M1_VALUES",
-    "SCALE_DTYPES",
-    "decode",
-    "decode_scale",
-    "divide",
-    "encode_e2m1",
-    "encode_e4m3",
-    "encode_e8m0",
-    "encode_scale",
-    "pack_nibbles",
-    "round_e2m1_",
-    "unpack_nibbles",
-]
-
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Value of each 4-bit code: bit 3 is the sign, bits 2 to 0 index the magnitudes."""
 

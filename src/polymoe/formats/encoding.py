@@ -8,8 +8,6 @@ from typing import Literal
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 
-__all__ = ["Element", "Encoding", "Granularity", "PerChannel", "PerGroup", "PerTensor", "ScaleDtype"]
-
 Element = Literal["e2m1", "e4m3", "int4", "bf16", "fp16"]
 """Element types: OCP FP4 and FP8, an unsigned 4-bit integer, or a 16-bit float."""
 

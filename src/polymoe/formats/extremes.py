@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["extremes", "has_numbers", "is_finite", "is_zero"]
-
 
 def has_numbers(part: Tensor) -> bool:
     """Return whether a tensor can hold NaN: 4-bit codes and zero points cannot, as each of their bytes is valid."""

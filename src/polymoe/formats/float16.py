@@ -14,8 +14,6 @@ from polymoe.formats.tensor import QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Float16"]
-
 
 class Float16(Format):
     """Either 16-bit float."""

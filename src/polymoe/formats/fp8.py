@@ -16,8 +16,6 @@ from polymoe.formats.tensor import QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fp8"]
-
 
 class Fp8(Format):
     """FP8 E4M3 at any granularity; scales float32, bfloat16, float16 or E8M0."""

@@ -13,8 +13,6 @@ from polymoe.formats.tensor import QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Int4"]
-
 
 _LARGEST = (7.0, 7.3, 7.6, 8.0, 8.3, 8.6, 9.0, 9.3, 9.7, 10.1, 10.5, 11.0, 11.5, 12.0, 12.6, 13.3)
 """Numbers that the largest weight of a group is tried on. Those beyond 8 clip it. 7 and 8 give weights that are already

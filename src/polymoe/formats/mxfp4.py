@@ -13,8 +13,6 @@ from polymoe.formats.tensor import QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Mxfp4"]
-
 
 class Mxfp4(Format):
     """MXFP4 and its variants with another group size."""

@@ -16,8 +16,6 @@ from polymoe.formats.tensor import QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Nvfp4"]
-
 _LARGEST = 6.0 * 448.0
 _STEPS = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # of E4M3, eight to a power of 2: more bring nothing on normal weights
 

@@ -18,8 +18,6 @@ from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DAMAGED", "QuantTensor", "expand_groups"]
-
 DAMAGED = "the file is damaged or was never written completely: fetch or convert it again"
 """The hint for numbers that no complete file has."""
 

@@ -21,8 +21,6 @@ from polymoe.problem.activations import Activation
 from polymoe.problem.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["FusedExperts"]
-
 
 class FusedExperts(nn.Module):
     """The experts of one layer; ``experts(x_TH, topk_ids_TA, topk_weights_TA)`` is their weighted sum.

@@ -17,8 +17,6 @@ from polymoe.errors import PlanError
 from polymoe.layouts import Packed
 from polymoe.machine import cpus_near, host_memory
 
-__all__ = ["HostStore", "PageLocked", "near", "on_cpus", "require_host_memory"]
-
 _MAPPED = 2  # cudaHostRegisterMapped: kernels read it
 _WHERE = "host memory for experts"
 

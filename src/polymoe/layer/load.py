@@ -18,8 +18,6 @@ from polymoe.planning.select import resolve_activations
 from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.call import device_name, dtype_name
 
-__all__ = ["load_experts"]
-
 log = logging.getLogger("polymoe")
 
 

@@ -26,8 +26,6 @@ from polymoe.problem.routing import Routing
 from polymoe.problem.scale_range import ScaleRange, measure_scales
 from polymoe.problem.tensors import Expert, ExpertWeights
 
-__all__ = ["check_layer", "require_planned"]
-
 log = logging.getLogger("polymoe")
 
 

@@ -32,18 +32,6 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = [
-    "CacheStats",
-    "OffloadedExperts",
-    "cache_stats_of",
-    "require_expert_memory",
-    "require_own_memory",
-    "require_slots",
-    "slots_here",
-    "slots_in",
-    "slots_of",
-]
-
 _NEARLY_ALL = 0.95
 """Share of a layer's experts that a call needs, from which on all of the next layer's are copied ahead: what it does
 not need takes the link less time than the link would be idle."""

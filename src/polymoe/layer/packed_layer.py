@@ -28,8 +28,6 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["PackedLayer"]
-
 
 class PackedLayer:
     """The state of one packed layer, whose tensors belong to a module that is passed to each method.

@@ -22,8 +22,6 @@ from polymoe.problem import Problem
 from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["IncomingExperts"]
-
 
 class IncomingExperts:
     """The new experts of one layer on one rank, as far as they have arrived.

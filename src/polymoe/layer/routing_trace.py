@@ -16,8 +16,6 @@ from polymoe.common.atomic import replace_file
 from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError, CheckpointError
 
-__all__ = ["RoutingTrace", "TracedCall", "TracedLayer", "number_of_ids"]
-
 _VERSION = "1"
 _KEY = "polymoe_routing"  # of the version, among the metadata
 _TENSORS = {"layers": torch.int16, "tokens": torch.int32, "ids": torch.int16}

@@ -13,8 +13,6 @@ from polymoe.layouts import Packed
 from polymoe.planning.selection import Selection
 from polymoe.problem.verdict import Reasons
 
-__all__ = ["need_rows", "require_rows", "rows_as_bytes"]
-
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are read where they are, and hold nothing of several experts."""
 

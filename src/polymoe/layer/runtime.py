@@ -31,11 +31,6 @@ from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted
 
-__all__ = [
-    "BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "compiled_call", "incomplete_update", "on_device",
-    "refuse_gradient",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:

@@ -18,8 +18,6 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["CpuSlots", "GpuSlots", "LeastRecentlyUsed", "run_in_waves"]
-
 
 class LeastRecentlyUsed:
     """Which expert is in which slot. Of slots that a call does not need, missing experts get those used least recently,

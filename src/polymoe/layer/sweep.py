@@ -15,8 +15,6 @@ from torch import Tensor
 
 from polymoe.layouts.staging import ordinary_tensors
 
-__all__ = ["Buffer", "CopyStream", "SharedBuffers", "after"]
-
 _PIECE_BYTES = 128 * 1024
 """A tensor of fewer bytes for each of the copies that its missing rows need is copied as a whole."""
 

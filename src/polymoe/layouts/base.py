@@ -14,8 +14,6 @@ from polymoe.problem.verdict import Reason, Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Layout", "Packed", "need_one_encoding"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:

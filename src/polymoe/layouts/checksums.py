@@ -9,8 +9,6 @@ from torch import Tensor
 
 from polymoe.layouts.staging import INPUT_SCALES, PartOffsets
 
-__all__ = ["Checksums"]
-
 # Of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed integers.
 _INCREMENT, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 

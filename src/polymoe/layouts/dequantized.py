@@ -17,8 +17,6 @@ from polymoe.problem.verdict import Reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DequantizedMatrices"]
-
 _PREFIX = "dequantized."
 
 

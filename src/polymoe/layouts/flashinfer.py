@@ -33,8 +33,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FOLDED_BITS", "FlashInferSM90"]
-
 FOLDED_BITS = (
     *(6, 7, 8, 15, 22, 23, 24, 31), *(3, 4, 5, 12, 19, 20, 21, 28),
     *(0, 1, 2, 9, 16, 17, 18, 25), *(13, 10, 11, 14, 29, 26, 27, 30),

@@ -31,8 +31,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FlashInferSM12x", "FlashInferTrtllm"]
-
 _SIGN_BITS = 0x88
 """Added to a byte of INT4 codes, which are stored as code + 8, it gives two's complement."""
 

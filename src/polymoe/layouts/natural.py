@@ -16,8 +16,6 @@ from polymoe.problem.verdict import Reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Natural"]
-
 
 @dataclass(frozen=True, slots=True)
 class Natural:

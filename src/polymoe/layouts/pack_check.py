@@ -21,8 +21,6 @@ from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, ordinary_tensors, staged
 from polymoe.problem.tensors import Expert, ExpertWeights
 
-__all__ = ["compared_experts", "difference", "pack_checked", "require_input_scales"]
-
 _Numbers = Tensor | list[int] | list[float]
 
 _BLOCK_BYTES = 32 << 20

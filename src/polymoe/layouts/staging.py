@@ -19,21 +19,6 @@ from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "INPUT_SCALES",
-    "PartOffsets",
-    "expert_of",
-    "in_buffer",
-    "kept",
-    "of_buffer",
-    "ordinary_tensors",
-    "pack_stacks",
-    "staged",
-    "unchanged",
-    "unchanged_parts",
-    "uploaded",
-]
-
 _UNDER_WAY = 2
 """Most experts, or blocks of experts, whose copies to a GPU are pending at once; limits pinned memory."""
 

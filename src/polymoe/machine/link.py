@@ -14,8 +14,6 @@ from polymoe.common.json_input import parse_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LINKS", "MeasuredLink", "links", "recorded_link"]
-
 LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
 """Nominal rates from host memory to the GPU, bytes/s."""
 

@@ -17,8 +17,6 @@ from typing import Any, Literal
 from polymoe.common.environment import downloads_allowed
 from polymoe.errors import ArgumentError, nearest
 
-__all__ = ["DEVICES", "Device", "Machine", "cutlass_cuda", "driver_cuda", "host_memory"]
-
 PACKAGES = (
     "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "nvidia-cutlass-dsl",
     "humming-kernels", "vllm", "sglang",

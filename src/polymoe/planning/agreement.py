@@ -22,8 +22,6 @@ from polymoe.problem.scale_range import ScaleRange
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Gather", "require_agreement"]
-
 Gather = Callable[[bytes], Sequence[bytes]]
 """Takes the bytes of this rank, and returns those of all ranks in their order. Ranks may have different lengths."""
 

@@ -11,9 +11,6 @@ from polymoe.common.backend_names import current_name
 from polymoe.errors import FormatError
 from polymoe.problem import Problem
 
-__all__ = ["Measured", "Table", "minor_version", "newest", "problem_key"]
-
-
 _MOST_TOKENS, _LONGEST_US = 2**24, 1e9
 """No call has more tokens, and none that is measured lasts longer."""
 

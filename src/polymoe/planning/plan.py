@@ -8,8 +8,6 @@ from typing import Literal
 from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, PlanError, nearest
 
-__all__ = ["ROLE_TOKENS", "Plan", "PlanStep", "Role", "role_tokens"]
-
 Role = Literal["decode", "prefill", "mixed"]
 """The kind of calls that a plan is made for; :data:`ROLE_TOKENS` lists their token counts."""
 

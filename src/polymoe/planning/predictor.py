@@ -14,8 +14,6 @@ from polymoe.machine import Machine
 from polymoe.planning.measured import Measured, Table, minor_version
 from polymoe.problem import Problem
 
-__all__ = ["Point", "Predictor"]
-
 _REACH = 4
 """A configuration measured at T tokens is used for calls of T / _REACH tokens or more; fewer need other tile sizes."""
 

@@ -17,8 +17,6 @@ from polymoe.errors import FormatError
 from polymoe.machine import DEVICES, Device
 from polymoe.problem import Problem
 
-__all__ = ["Proof", "ProofStatus", "Proofs", "RunLine", "parse", "said", "shipped", "weakest"]
-
 ProofStatus = Literal["measured", "run", "unrun"]
 """``measured``: there are times of it on this GPU model, taken of results that were checked. ``run``: tests proved its
 results on this GPU model. ``unrun``: compiled for it, emulated, or run on other GPUs, and never run on this one. What

@@ -31,8 +31,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.verdict import Reason, Rejected, Verdict
 
-__all__ = ["require_backend", "resolve_activations", "select"]
-
 _FOREIGN = "another library's kernels: auto uses them only if `polymoe tune` measured them as faster on this machine"
 
 

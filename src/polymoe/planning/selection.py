@@ -17,8 +17,6 @@ from polymoe.planning.proof import ProofStatus, said, weakest
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Accepted, Reason, Rejected
 
-__all__ = ["Candidate", "PlannedRange", "Selection", "describe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

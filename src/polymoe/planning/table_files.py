@@ -25,8 +25,6 @@ from polymoe.planning.measured import Measured, Table, newest
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-__all__ = ["Lines", "add", "check_addable", "file_name", "installed", "parse", "read", "read_lines", "user_file"]
-
 
 def file_name(device: str) -> str:
     """Return the file name of a GPU's table: ``"h200.jsonl"``, ``"nvidia-rtx-4000-ada.jsonl"``."""

@@ -10,18 +10,6 @@ from polymoe.errors import ArgumentError, nearest
 from polymoe.formats import Granularity, PerChannel, PerGroup, PerTensor
 from polymoe.problem.numerics import TOLERANCE, TOLERANCE_E2M1
 
-__all__ = [
-    "ACTIVATIONS",
-    "FP8_GROUP128",
-    "FP8_GROUP128_UE8M0",
-    "FP8_STATIC",
-    "FP8_TOKEN",
-    "MXFP8",
-    "NVFP4",
-    "UNQUANTIZED",
-    "ActivationQuantization",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationQuantization:

@@ -22,8 +22,6 @@ from polymoe.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HIDDEN_ACTS", "Activation", "GeGLU", "ReLU2", "SwiGLU", "parse_activation"]
-
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:

@@ -11,8 +11,6 @@ from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.problem.problem import Dtype, Problem
 from polymoe.problem.routing import Routing
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "device_name", "dtype_name", "no_gradient"]
-
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TOLERANCE", "TOLERANCE_E2M1", "relative_error"]
-
 TOLERANCE = 6e-3
 """Largest relative error (norm of the difference over norm of the reference) of a correct backend, against the
 reference that emulates the same activations: about two roundings to bfloat16."""

@@ -11,8 +11,6 @@ from polymoe.problem.activations import Activation
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["Dtype", "Problem", "WeightOn"]
-
 Dtype = Literal["bf16", "fp16", "fp32"]
 """Of the experts' input and output."""
 

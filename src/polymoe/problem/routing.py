@@ -39,17 +39,6 @@ from polymoe.errors import ArgumentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "HashTopK",
-    "Router",
-    "Routing",
-    "SigmoidInput",
-    "SigmoidTopK",
-    "SoftmaxTopK",
-    "SqrtSoftplusTopK",
-    "TopKSoftmax",
-]
-
 EPSILON = 1e-20  # added to the divisor of sigmoid and sqrt-softplus weights
 HINTS_MISSING = {
     "correction_bias_E": "the checkpoint stores it beside the router's weight; pass zeros for a model without one",

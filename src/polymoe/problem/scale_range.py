@@ -13,8 +13,6 @@ from polymoe.problem.tensors import ExpertWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ScaleRange", "measure_scales"]
-
 _LARGEST_EXPONENT, _LARGEST_SPREAD = 25, 14
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers

@@ -15,8 +15,6 @@ from polymoe.formats.extremes import extremes, is_finite
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:

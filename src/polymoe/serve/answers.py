@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 from polymoe.engines.transformers.replies import ReplyPart
 from polymoe.serve.choices import AnswerChoice, ChoicePart, TokenLogprob
 
-__all__ = ["ChatWriter", "CompletionWriter", "Writer", "stream_answers", "whole_answers"]
-
 
 class Writer:
     """Writes the answers to one request.

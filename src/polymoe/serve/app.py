@@ -37,8 +37,6 @@ from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
 from polymoe.serve.settings import GenerationSettings
 from polymoe.serve.strict_json import parse_object
 
-__all__ = ["Limits", "ModelServer"]
-
 log = logging.getLogger("polymoe")
 
 LARGE_BYTES = 64 * 1024

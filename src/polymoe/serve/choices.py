@@ -16,8 +16,6 @@ from fastapi import HTTPException
 from polymoe.engines.transformers.replies import ReplyPart, ReplyReader
 from polymoe.serve.sampling import TokenSampler
 
-__all__ = ["AnswerChoice", "ChoicePart", "StopStrings", "TokenLogprob"]
-
 Finish = Literal["stop", "length", "tool_calls"]
 
 

@@ -24,8 +24,6 @@ from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import greedy_config
 from polymoe.serve.shared_sampling import SharedSampling, require_hooks
 
-__all__ = ["Batching", "ContinuousBatching"]
-
 log = logging.getLogger("polymoe")
 
 _START_S = 600.0  # for the cache and the first forward pass

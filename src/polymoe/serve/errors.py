@@ -11,8 +11,6 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-__all__ = ["answer_errors", "client_left", "cut_off", "error_body", "failed", "refusal", "unavailable"]
-
 
 def error_body(
     message: str, *, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"

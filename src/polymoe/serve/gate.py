@@ -17,8 +17,6 @@ from polymoe.serve.errors import client_left, cut_off, error_body, refusal
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
 from polymoe.serve.metrics import ServerMetrics
 
-__all__ = ["Gate", "cors"]
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

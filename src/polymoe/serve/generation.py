@@ -11,8 +11,6 @@ from polymoe.serve.continuous_batching import Batching, ContinuousBatching
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sequential import Sequential
 
-__all__ = ["choose_generation"]
-
 log = logging.getLogger("polymoe")
 
 

@@ -15,8 +15,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from polymoe.errors import ArgumentError
 
-__all__ = ["HttpServer", "bind", "connection_limit", "is_loopback", "url"]
-
 HEAD_S = 10.0
 """Seconds in which a client must send the request line and headers."""
 UNREAD_S = 60.0

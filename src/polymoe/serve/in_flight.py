@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-__all__ = ["IN_FLIGHT", "InFlight", "Threads", "current", "in_thread"]
-
 _T = TypeVar("_T")
 
 

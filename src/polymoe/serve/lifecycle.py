@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from polymoe.serve.gate import Gate
     from polymoe.serve.http_server import HttpServer
 
-__all__ = ["ServerOptions", "serve"]
-
 log = logging.getLogger("polymoe")
 
 _STEP_S = 0.5

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from polymoe.serve.errors import refusal
 
-__all__ = ["MAX_ANSWERS", "Limits"]
-
 MAX_ANSWERS = 128
 """Maximum number of answers to one request: its prompts, times ``n``."""
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polymoe.serve.in_flight import InFlight
 
-__all__ = ["access_log", "logging_to_stderr"]
-
 access = logging.getLogger("polymoe.serve.access")
 other = logging.getLogger("polymoe.serve.other")
 

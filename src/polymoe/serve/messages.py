@@ -10,8 +10,6 @@ from fastapi import HTTPException
 from polymoe.serve.errors import refusal
 from polymoe.serve.strict_json import parse
 
-__all__ = ["read_messages"]
-
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names that Transformers and servers give it
 _COMMON = {"role", "content", "name"}

@@ -26,8 +26,6 @@ from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import cache_stats_of
 from polymoe.serve.in_flight import InFlight
 
-__all__ = ["ServerMetrics", "backends"]
-
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 

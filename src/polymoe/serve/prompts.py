@@ -15,8 +15,6 @@ from polymoe.serve.limits import Limits
 from polymoe.serve.messages import read_messages
 from polymoe.serve.requests import ChatRequest
 
-__all__ = ["PromptReader", "longest_token"]
-
 START = 16
 """Of a prompt with more characters than this times the context, the start is tokenized first."""
 

@@ -18,8 +18,6 @@ from polymoe.serve.errors import refusal
 from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.settings import GenerationSettings
 
-__all__ = ["ChatRequest", "CompletionRequest", "read_request", "settings_of"]
-
 _TOP_LOGPROBS = 20
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from polymoe.serve.settings import GenerationSettings
 
-__all__ = ["Logprobs", "TokenSampler", "choose_tokens", "end_tokens", "greedy_config", "with_defaults"]
-
 _DEFAULT_MAX_TOKENS = 1024
 _LOWEST = -9999.0  # of log probabilities, since JSON has no infinity
 

@@ -23,8 +23,6 @@ from polymoe.serve.in_flight import InFlight, Threads
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import TokenSampler, choose_tokens, greedy_config
 
-__all__ = ["Sequential"]
-
 log = logging.getLogger("polymoe")
 
 

@@ -19,8 +19,6 @@ from polymoe.engines.transformers.paged_attention import CAPTURED
 from polymoe.serve.sampling import TokenSampler, choose_tokens
 from polymoe.serve.settings import GenerationSettings
 
-__all__ = ["HOOKS", "SharedSampling", "require_hooks"]
-
 _WITHIN = "transformers.generation.continuous_batching"
 HOOKS = (
     Hook(f"{_WITHIN}.model_runner", "ModelRunner._get_forward_fn", leading=("self", "use_block_table")),

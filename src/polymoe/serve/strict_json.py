@@ -13,8 +13,6 @@ from typing import Any
 from polymoe.common.json_input import DuplicateKeyError, parse_json
 from polymoe.serve.errors import refusal
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "parse", "parse_object"]
-
 MAX_DEPTH = 64
 """How deep objects and lists may be nested. Python's own limit is an error in the middle of whatever reads them."""
 MAX_VALUES = 50_000

@@ -12,8 +12,6 @@ from polymoe.serve.app import ModelServer
 from polymoe.serve.continuous_batching import ContinuousBatching
 from polymoe.serve.metrics import backends
 
-__all__ = ["summary"]
-
 
 def summary(served: ModelServer, model: Any, **limits: str) -> str:
     """Lines of a name and a value each.

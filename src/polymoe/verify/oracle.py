@@ -15,8 +15,6 @@ from polymoe.problem.activations import SwiGLU
 from polymoe.problem.routing import Routing
 from polymoe.verify.second_reading import RawTensor, input_scale, matrix, read_raw
 
-__all__ = ["Oracle", "second_expert"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from polymoe.problem.numerics import TOLERANCE
 
-__all__ = ["BackendRow", "LayerRow", "Report"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:

@@ -19,9 +19,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from polymoe.checkpoint.architectures.interface import require_experts
 from polymoe.engines.hooks import Hook
 from polymoe.engines.transformers import contract, install, load
-from polymoe.engines.transformers.contract import HOOKS, checked_call, require_contract, require_experts
+from polymoe.engines.transformers.contract import HOOKS, checked_call, require_contract
 from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily, pack_modules
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve.shared_sampling import HOOKS as SHARED_SAMPLING

@@ -30,8 +30,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
-__all__ = ["Cuda"]
-
 _MOST_EXPERTS = 1024
 """Most experts on a rank: the permutation uses one thread for each."""
 

@@ -8,8 +8,6 @@ from polymoe.backends.config import Config
 from polymoe.errors import PlanError, nearest
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
-__all__ = ["CudaConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class CudaConfig(Config):

@@ -12,8 +12,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS, ActivationQuantization
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["activations_of", "architectures_of", "families_for", "layout_on", "weight_format"]
-
 
 @cache
 def weight_format(encoding: Encoding) -> str | None:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["ACTIVATION_ARGS", "CudaRunner"]
-
 ACTIVATION_ARGS: Mapping[type[Activation], Callable[[Any], ActivationArgs]] = {
     SwiGLU: lambda a: ActivationArgs(0, a.alpha, a.beta, a.limit or 0.0),
     GeGLU: lambda a: ActivationArgs(2 if a.approximate == "tanh" else 1),

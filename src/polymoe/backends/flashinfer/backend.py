@@ -26,8 +26,6 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Accepted, Reasons, Rejected, Verdict
 
-__all__ = ["ROUTES", "FlashInfer"]
-
 _ALL: tuple[Route, ...] = (CutlassSM90(), TrtllmMxint4(), TrtllmMxfp4(), TrtllmNvfp4(), Sm12xNvfp4())
 
 ROUTES: dict[str, Route] = {route.name: route for route in _ALL}

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from polymoe.backends.config import Config
 
-__all__ = ["FlashInferConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class FlashInferConfig(Config):

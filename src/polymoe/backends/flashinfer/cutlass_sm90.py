@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     """Of output, x, ids, weights, both matrices, their scales, the constants of SwiGLU, and the numbers of both
     tactics."""
 
-__all__ = ["CutlassSM90"]
-
 _FOLDED = "0.6.18"
 """The first version with other codes, scales and tactics."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["Sm12xNvfp4"]
-
 _W4A16, _W4A4 = "sm12x_nvfp4_w4a16", "sm12x_nvfp4_w4a4"
 _THRESHOLD = 64
 """The least number of tokens of the latter family: as published for TensorRT-LLM's hybrid plans (TRT-LLM#13773)."""

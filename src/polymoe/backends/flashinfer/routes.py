@@ -28,8 +28,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory", "swiglu_constants"]
-
 PACKAGE = "flashinfer-python"
 """The distribution."""
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["TrtllmMxfp4", "TrtllmMxint4", "TrtllmNvfp4"]
-
 _CUBINS = "flashinfer-cubin"
 _MOST_EXPERTS, _MOST_ACTIVE = 2048, 32
 _SPARE = 4

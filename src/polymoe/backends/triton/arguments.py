@@ -17,8 +17,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.activations import Activation, GeGLU, SwiGLU
 
-__all__ = ["ProjectionArguments", "activation_arguments", "decoding", "mode_of", "operand_dtype", "scale_arguments"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectionArguments:

@@ -20,7 +20,7 @@ from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.backends.packages import at_least
-from polymoe.backends.triton.config import Tile, TritonConfig
+from polymoe.backends.triton.config import TritonConfig
 from polymoe.backends.triton.tiles import PLANES, heuristic, in_two_operands, tuning_configs
 from polymoe.formats import PerGroup
 from polymoe.layouts import Packed
@@ -33,8 +33,6 @@ from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 if TYPE_CHECKING:
     from polymoe.problem.call import CallArguments
-
-__all__ = ["Tile", "Triton", "TritonConfig"]
 
 log = logging.getLogger("polymoe")
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from polymoe.common.shapes import round_up
 
-__all__ = ["Buffers", "aligned_bytes", "allocate", "within"]
-
 _ALIGNMENT = 256
 """Bytes at a multiple of which each tensor in a workspace begins; Triton compiles for multiples of 16 or for none."""
 

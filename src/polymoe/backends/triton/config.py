@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from polymoe.backends.config import Config
 from polymoe.errors import PlanError
 
-__all__ = ["MAX_SPLIT_K", "Tile", "TritonConfig"]
-
 MAX_SPLIT_K = 64
 """Most parts of K."""
 

@@ -35,8 +35,6 @@ from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 
-__all__ = ["TritonRunner"]
-
 log = logging.getLogger("polymoe")
 
 _X_GROUP = 128

@@ -15,17 +15,6 @@ from polymoe.formats import Encoding, PerGroup
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 
-__all__ = [
-    "PLANES",
-    "block_scaled",
-    "decodes_in_float32",
-    "heuristic",
-    "in_two_operands",
-    "scales_in_loop",
-    "smaller",
-    "tuning_configs",
-]
-
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns in one word of codes."""
 

@@ -19,8 +19,6 @@ from polymoe.problem.activations import Activation, SwiGLU
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
 
-__all__ = ["Peer", "PeerCall", "Stacks", "peer_problem", "silu_only", "version_of"]
-
 PeerCall = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 """Compute x [T, H] with ids [T, A] int32 and weights [T, A] float32: into the output [T, H], or returned."""
 

@@ -14,8 +14,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED
 from polymoe.problem.verdict import Reason
 
-__all__ = ["FlashInferLayers"]
-
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLayers:

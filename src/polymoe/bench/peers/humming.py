@@ -15,8 +15,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED
 from polymoe.problem.verdict import Reason
 
-__all__ = ["HummingLayers"]
-
 _FORMATS = {
     "mxfp4": (UNQUANTIZED, FP8_TOKEN),
     "nvfp4": (UNQUANTIZED,),

@@ -19,8 +19,6 @@ from polymoe.problem.activation_quantization import FP8_GROUP128, UNQUANTIZED
 from polymoe.problem.activations import Activation, SwiGLU
 from polymoe.problem.verdict import Reason
 
-__all__ = ["DeepGemm", "TritonKernels", "Vllm", "import_vllm"]
-
 
 def import_vllm() -> None:
     """Register vLLM's operations with torch, and keep float32 scales of x, as the problem has them: vLLM rounds them to

@@ -21,8 +21,6 @@ from polymoe.common.install_command import packages_of
 from polymoe.common.json_input import parse_json
 from polymoe.errors import ArgumentError, ServerError, nearest
 
-__all__ = ["NO_TOKEN", "Client", "Server", "TimedAnswer"]
-
 NO_TOKEN = "an answer without a token"
 _NO_USAGE = "no usage in the stream, although stream_options.include_usage was sent"
 _IDLE_S = 2.0  # below the limit of servers (5 s in uvicorn), since the side that closes second sees a broken connection

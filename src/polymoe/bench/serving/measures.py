@@ -19,19 +19,6 @@ import numpy as np
 
 from polymoe.bench.serving.client import TimedAnswer
 
-__all__ = [
-    "Percentiles",
-    "at_once",
-    "cache_hit_rate",
-    "cost_per_million",
-    "decode_rate",
-    "first_tokens_us",
-    "gaps_us",
-    "latencies_us",
-    "time_per_token_us",
-]
-
-
 _AT_A_GO = 1e-3  # seconds
 
 

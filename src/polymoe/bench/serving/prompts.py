@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from polymoe.errors import ArgumentError, ServerError
 
-__all__ = ["Count", "Prompts"]
-
 Count = Callable[[str], Awaitable[int]]
 """Counts the tokens of a prompt with everything that is added to it."""
 

@@ -21,8 +21,6 @@ from polymoe.bench.serving.measures import (
     time_per_token_us,
 )
 
-__all__ = ["Load", "Origin", "ServingRecord", "record"]
-
 _BUSY = 0.8  # of one core: above it, this client may be the bottleneck
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from polymoe.bench.serving.record import ServingRecord
 
-__all__ = ["columns", "remarks", "title"]
-
 _NONE = "n/a"
 _Cell = Callable[[ServingRecord], str]
 

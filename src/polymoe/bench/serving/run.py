@@ -17,8 +17,6 @@ from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import Load, Origin, ServingRecord, record
 from polymoe.errors import ArgumentError, ServerError
 
-__all__ = ["ServingBench", "rows"]
-
 _WARM_INPUT, _WARM_OUTPUT = 1024, 8
 
 

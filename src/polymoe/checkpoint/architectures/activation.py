@@ -14,8 +14,6 @@ from transformers.integrations.moe import ExpertsInterface
 from polymoe.errors import UnsupportedProblem, quoted
 from polymoe.problem.activations import HIDDEN_ACTS, Activation, SwiGLU
 
-__all__ = ["activation_of"]
-
 _TOLERANCE = 1e-10
 """Relative, in float64. Below what float32 can distinguish, and above the digits that ``gelu_fast`` leaves out."""
 

@@ -18,8 +18,6 @@ from polymoe.checkpoint.config_reader import MOST_LAYERS
 from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError, UnsupportedProblem, quoted
 
-__all__ = ["empty_model", "model_class", "neutral", "require_layers"]
-
 log = getLogger("polymoe")
 
 _CHOICES = re.compile(r".*_implementation(_\w+)?")

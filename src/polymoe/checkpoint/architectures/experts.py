@@ -12,8 +12,6 @@ from polymoe.checkpoint.architectures.interface import has_interface, projection
 from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["ExpertsGroup", "expert_groups"]
-
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 
 

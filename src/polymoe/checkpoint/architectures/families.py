@@ -15,8 +15,6 @@ from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.errors import UnsupportedProblem, nearest
 
-__all__ = ["groups_of"]
-
 _TOP_K = ("num_experts_per_tok", "top_k_experts")
 """Keys of configs for the number of experts per token, where no module keeps it."""
 

@@ -12,16 +12,6 @@ from transformers.integrations.moe import use_experts_implementation
 
 from polymoe.errors import UnsupportedProblem
 
-__all__ = [
-    "NEWEST",
-    "first_parameter",
-    "has_interface",
-    "projections",
-    "require_experts",
-    "require_known",
-    "unsupported",
-]
-
 NEWEST = (5, 23)
 """The newest version of Transformers that polymoe is tested with. A newer one runs with a warning if it keeps to the
 contract. Refusing it would stop users at every release, and most releases change nothing here."""

@@ -34,8 +34,6 @@ from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.checkpoint.naming import BIAS, parts, tensor_name
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["stored_names"]
-
 Numbers = dict[str, Tensor]
 """Projections and biases of all experts, by name; and parameters or tensors of files by theirs."""
 

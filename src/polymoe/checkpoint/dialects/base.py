@@ -23,20 +23,6 @@ from polymoe.formats.encoding import ScaleDtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SCALE_NAMES",
-    "STORED_DTYPES",
-    "Dialect",
-    "divided",
-    "expect",
-    "expect_number",
-    "headers_of",
-    "reciprocal",
-    "require_whole_groups",
-    "stored_as",
-    "stored_matrix",
-]
-
 STORED_DTYPES = Dtypes(
     U8="uint8", I8="int8", I32="int32", I64="int64",
     F8_E4M3="float8_e4m3fn", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16", F32="float32",

@@ -16,8 +16,6 @@ from polymoe.formats import FORMATS, Encoding, Granularity, PerChannel, PerGroup
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fp8Dialect", "Mxfp8Dialect", "Plain", "static_scale"]
-
 _USUAL_BLOCKS = (128, 64, 32)
 _MXFP8 = FORMATS["mxfp8"].encoding
 

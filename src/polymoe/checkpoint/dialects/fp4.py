@@ -28,8 +28,6 @@ from polymoe.formats import Encoding, PerGroup, QuantTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ByWeight", "Fp4"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fp4(Dialect):

@@ -32,8 +32,6 @@ from polymoe.formats.elements import pack_nibbles, unpack_nibbles
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Awq", "CompressedInt4", "Gptq", "pack_words", "unpack_words"]
-
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SCALES = ("BF16", "F16", "F32")
 _SYMMETRIC_ZERO = 8

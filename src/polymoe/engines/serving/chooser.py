@@ -25,8 +25,6 @@ from polymoe.problem.verdict import Reason, Reasons, Rejected
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LayerChooser", "machine_of"]
-
 Created = TypeVar("Created")
 
 

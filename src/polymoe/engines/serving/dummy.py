@@ -6,8 +6,6 @@ import torch
 
 from polymoe.engines.serving.sources import StackedExperts
 
-__all__ = ["fill"]
-
 _E8M0 = 120  # 2**-7
 _SCALE = 2.0**-7
 

@@ -13,8 +13,6 @@ from typing import Any
 from polymoe.planning.selection import Selection
 from polymoe.problem.verdict import Reason
 
-__all__ = ["LayerMetrics"]
-
 _PACKED = ("engine", "backend", "format", "layout")
 _LEFT = ("engine", "reason")
 

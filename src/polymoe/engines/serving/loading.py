@@ -7,8 +7,6 @@ from torch import Tensor
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.errors import CheckpointError
 
-__all__ = ["LoadedParts"]
-
 _WHOLE = ("", -1)
 
 

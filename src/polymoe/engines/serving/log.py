@@ -15,8 +15,6 @@ from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.packed_layer import PackedLayer
 from polymoe.problem.verdict import Reason
 
-__all__ = ["LayerLog"]
-
 
 class LayerLog:
     """The lines of one process.

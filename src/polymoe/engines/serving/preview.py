@@ -28,8 +28,6 @@ from polymoe.problem import Problem
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 
-__all__ = ["ENGINES", "Engine", "LayerPreview", "preview"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:

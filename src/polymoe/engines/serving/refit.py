@@ -12,8 +12,6 @@ from typing import Any
 from polymoe.common.units import first_few
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """The updates of all layers of a process, which may be of several models.

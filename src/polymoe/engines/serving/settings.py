@@ -11,8 +11,6 @@ from typing import Literal
 from polymoe.errors import ArgumentError, nearest
 from polymoe.problem.verdict import Reasons
 
-__all__ = ["EngineSettings", "layer_index"]
-
 Mode = Literal["auto", "off", "require"]
 _MODES: Mapping[str, Mode] = {"": "auto", "1": "auto", "auto": "auto", "0": "off", "off": "off", "require": "require"}
 _RANGES = re.compile(r"(!?)(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")

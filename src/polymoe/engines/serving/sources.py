@@ -31,8 +31,6 @@ from polymoe.problem.activation_quantization import (
 )
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["SGLANG", "VLLM", "StackedExperts", "StackedSource", "source_of"]
-
 _SHAPE = "weight_shape"
 
 

@@ -22,8 +22,6 @@ from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 
-__all__ = ["BALANCING", "LayerFacts", "LayerPlan", "judge_layer", "method_facts", "reason_of"]
-
 BALANCING = "load balancing of experts (EPLB)"
 """What engines move experts between ranks for, in messages."""
 

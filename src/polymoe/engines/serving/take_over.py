@@ -25,8 +25,6 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["PLAIN", "TakenOver", "take_over"]
-
 PLAIN = ("w13_weight", "w2_weight")
 """Names of the stacked tensors of experts in 16 bits, in both engines."""
 

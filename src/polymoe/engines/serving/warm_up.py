@@ -12,8 +12,6 @@ from polymoe.layer.packed_layer import PackedLayer
 from polymoe.planning.plan import Plan
 from polymoe.problem.call import TORCH_DTYPES
 
-__all__ = ["token_counts", "warm_up"]
-
 _MOST_ROWS = 8192
 """Rows (tokens times active experts) beyond which kernels are no others."""
 

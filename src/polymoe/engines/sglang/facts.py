@@ -19,8 +19,6 @@ from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.problem.verdict import Reasons
 
-__all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_of", "storing", "trial_tensors"]
-
 # Loaders that load the checkpoint's tensors one by one, through each parameter's loader.
 _LOAD_FORMATS = ("auto", "dummy", "fastsafetensors", "mistral", "npcache", "pt", "runai_streamer", "safetensors")
 # Models that read a layer's own weights beside the layer.

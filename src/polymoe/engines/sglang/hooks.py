@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from polymoe.engines.hooks import Hook
 
-__all__ = ["ASKED_SERVER_ARGS", "FORWARD", "HOOKS", "INIT", "LAYER_ATTRIBUTES", "SETATTR", "TENSORS", "TOPK"]
-
 _MOE = "sglang.srt.layers.moe"
 _LAYER = f"{_MOE}.fused_moe_triton.layer"
 _QUANTIZATION = "sglang.srt.layers.quantization.base_config"

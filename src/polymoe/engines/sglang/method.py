@@ -24,8 +24,6 @@ from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.sglang.facts import create_tensors
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["PackedExpertsMethod"]
-
 
 class PackedExpertsMethod(TakenOver):
     """What comes before SGLang's own functions."""

@@ -22,8 +22,6 @@ from polymoe.engines.sglang.hooks import FORWARD, INIT, SETATTR, TENSORS, TOPK
 from polymoe.engines.sglang.method import PackedExpertsMethod
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["NO_DIRECT", "LayerHooks", "install"]
-
 NO_DIRECT = (
     'polymoe has packed this model\'s experts: load_format="direct" copies into tensors that are not there; send the '
     "checkpoint's own names without it, or start SGLang with POLYMOE=0"

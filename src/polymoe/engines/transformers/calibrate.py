@@ -24,8 +24,6 @@ from polymoe.engines.transformers.model_config import context_length
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.problem.activations import Activation
 
-__all__ = ["calibrate"]
-
 _MOST_TOKENS = 2048
 """Of one text; the rest of it is left out."""
 

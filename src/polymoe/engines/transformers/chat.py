@@ -15,8 +15,6 @@ from polymoe.engines.transformers.generator import Generator
 from polymoe.engines.transformers.replies import ParsedReply, ReplyPart, ReplyReader
 from polymoe.errors import ArgumentError, CheckpointError
 
-__all__ = ["Chat", "Turn"]
-
 _DEFAULT_MAX_TOKENS = 4096  # of models without a known context
 
 

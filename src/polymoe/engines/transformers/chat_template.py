@@ -22,8 +22,6 @@ from transformers.utils.chat_template_utils import get_json_schema
 from polymoe.engines.chat_worker import MOST_CHARACTERS, MOST_SECONDS
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem
 
-__all__ = ["BoundedChatTemplate", "ChatTemplateError", "start_renderer"]
-
 _START_SECONDS = 120.0
 _RENDERED = ("conversation", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _REFUSED = ("return_assistant_tokens_mask", "sanitize_control_tokens")

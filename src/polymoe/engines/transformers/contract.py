@@ -16,12 +16,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from polymoe.checkpoint.architectures.interface import NEWEST, require_experts, unsupported
+from polymoe.checkpoint.architectures.interface import NEWEST, unsupported
 from polymoe.engines.hooks import Hook, differences
 from polymoe.problem.call import DTYPES
-
-__all__ = ["HOOKS", "NEWEST", "checked_call", "require_contract", "require_experts", "unsupported"]
-
 
 HOOKS = (
     # load and install

@@ -17,8 +17,6 @@ from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.verdict import Accepted
 
-__all__ = ["Decoder", "require_capturable"]
-
 _RECOMPILES = 64  # of the step in one process: each Decoder compiles it for its own model and batch
 
 

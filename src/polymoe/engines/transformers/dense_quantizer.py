@@ -16,8 +16,6 @@ from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
 from polymoe.errors import ArgumentError, CheckpointError, MissingDependency, UnsupportedProblem, quoted
 
-__all__ = ["DENSE", "METHODS", "check_dense", "dense_quantizer"]
-
 DENSE = ("16bit", "transformers")
 """Choices for matrices outside the experts: 16-bit floats, or the result of Transformers' own quantizer."""
 

@@ -16,8 +16,6 @@ from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import UnsupportedProblem
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["load_dequantized"]
-
 _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 

@@ -41,8 +41,6 @@ from polymoe.problem import Problem
 from polymoe.problem.call import DTYPES, CallArguments
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]
-
 log = logging.getLogger("polymoe")
 
 INTERFACE_NAME = "polymoe"

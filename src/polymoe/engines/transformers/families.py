@@ -33,23 +33,6 @@ from polymoe.engines.transformers.contract import checked_call
 from polymoe.errors import UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 
-__all__ = [
-    "TRANSFORMERS_FAMILIES",
-    "PackedExperts",
-    "PackedLlama4Moe",
-    "TransformersFamily",
-    "auto_class",
-    "family_named",
-    "interface_modules",
-    "pack_modules",
-    "refuse_expert_tensors",
-    "register_names",
-    "registered_names",
-    "require_model",
-    "unregister_names",
-    "use_own_name",
-]
-
 
 def refuse_expert_tensors(names: Iterable[str]) -> None:
     """Check that none of the tensors that are to be loaded into a packed model belongs to its experts: those of an

@@ -19,8 +19,6 @@ from polymoe.engines.transformers.replies import read_reply
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.layer.experts import FusedExperts
 
-__all__ = ["Answer", "Generator"]
-
 _CACHE_STEP = 1024  # tokens
 
 

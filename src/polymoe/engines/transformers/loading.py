@@ -58,8 +58,6 @@ from polymoe.problem.call import DTYPES
 modeling: Any = modeling_utils
 log = getLogger("polymoe")
 
-__all__ = ["PolymoeConfig", "install", "load", "uninstall"]
-
 
 def load(
     path: str | os.PathLike[str],

@@ -16,8 +16,6 @@ from polymoe.checkpoint.files import CONFIG, GENERATION
 from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["check_tokens", "context_length", "generation_config", "model_config"]
-
 
 def model_config(checkpoint: Checkpoint) -> Any:
     """A checkpoint's config in Transformers.

@@ -22,8 +22,6 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["CAPTURED", "NAME", "batching_config", "capture_small_steps", "paged_attention", "runs_on", "use"]
-
 NAME = "polymoe_paged"
 """``attn_implementation`` of :func:`paged_attention`."""
 

@@ -38,8 +38,6 @@ from polymoe.planning.agreement import require_agreement
 from polymoe.problem.call import device_name
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["PackedConfig", "PackedQuantizer"]
-
 RESERVED = "reserved"
 
 log = getLogger("polymoe")

@@ -19,8 +19,6 @@ from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.refit import IncomingExperts
 
-__all__ = ["refit"]
-
 
 def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = False) -> None:
     """Give a model that :func:`load` has packed new weights, in place, while it is loaded.

@@ -23,8 +23,6 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-__all__ = ["ParsedReply", "ReplyPart", "ReplyReader", "read_reply", "set_response_template"]
-
 log = getLogger("polymoe")
 
 _TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters  # not in Transformers 5.17

@@ -22,8 +22,6 @@ from polymoe.engines.transformers.families import PackedExperts
 from polymoe.errors import UnsupportedProblem
 from polymoe.layer.routing_trace import RoutingTrace, TracedLayer, number_of_ids
 
-__all__ = ["recorded_routing"]
-
 
 @contextmanager
 def recorded_routing(model: nn.Module, path: Path, *, required: bool = True) -> Iterator[None]:

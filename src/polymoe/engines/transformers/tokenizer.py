@@ -23,8 +23,6 @@ from polymoe.engines.transformers.chat_template import BoundedChatTemplate, star
 from polymoe.engines.transformers.replies import set_response_template
 from polymoe.errors import CheckpointError
 
-__all__ = ["load_tokenizer", "vocabulary_size"]
-
 _INPUTS = ("input_ids", "attention_mask")
 
 

@@ -22,8 +22,6 @@ from polymoe.engines.transformers.model_config import generation_config, model_c
 from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["fixed_kernels", "load_transformers_packed", "local_kernels"]
-
 _METHODS = ("fp8", "mxfp4")
 _NO_DEEPGEMM = "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"
 

@@ -23,8 +23,6 @@ from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.families import PackedExperts, refuse_expert_tensors
 from polymoe.errors import ArgumentError, CheckpointError
 
-__all__ = ["model_from_tensors", "watch_loading"]
-
 
 def model_from_tensors(config: Any, tensors: DenseTensors, where: str, **kwargs: Any) -> Any:
     """A model in evaluation mode.

@@ -18,8 +18,6 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.layer.rows import require_rows, rows_as_bytes
 from polymoe.planning.agreement import Gather, require_agreement
 
-__all__ = ["let_experts_move", "require_alike"]
-
 _MARK = "polymoe"
 _HINT = "start without --enable-eplb, or with POLYMOE=0"
 

@@ -16,19 +16,6 @@ from polymoe.engines.vllm.hooks import BALANCE_HOOKS
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.problem.verdict import Reasons
 
-__all__ = [
-    "activation_of",
-    "created_tensors",
-    "exchanges_batches",
-    "exchanges_rows",
-    "facts_of",
-    "gathers",
-    "is_elastic",
-    "needs_kernel",
-    "refusals",
-    "role_of",
-]
-
 # Models of vLLM that read a layer's own weights, or ask for its own kernel, beside the layer.
 _SPECIAL = ("DeepseekV41ForCausalLM", "FlintForCausalLM")
 # Loaders that put derived tensors, or whole files of them, where the layer's tensors are.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from polymoe.engines.hooks import Hook
 
-__all__ = ["BALANCE_HOOKS", "DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "RUN_HOOK", "SELECTORS"]
-
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 

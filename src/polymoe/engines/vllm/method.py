@@ -30,8 +30,6 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.problem.activation_quantization import FP8_GROUP128
 from polymoe.problem.call import TORCH_DTYPES
 
-__all__ = ["PackedMethod"]
-
 _DONE = "_already_called_process_weights_after_loading"
 
 

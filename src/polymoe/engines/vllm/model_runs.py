@@ -10,8 +10,6 @@ from polymoe.engines.serving.refit import Updates
 from polymoe.engines.vllm.hooks import RUN_HOOK
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["guard_model_runs"]
-
 _MARK = "polymoe"
 
 

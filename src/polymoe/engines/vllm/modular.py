@@ -37,8 +37,6 @@ from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, ReLU2, SwiGLU
 from polymoe.problem.tensors import ExpertsSpec
 
-__all__ = ["BatchedExperts", "ModularExperts", "encoding_of", "modular_kernel"]
-
 _HIDDEN, _INTERMEDIATE, _EXPERTS = 2048, 1024, 8
 
 

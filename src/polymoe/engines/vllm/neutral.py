@@ -17,8 +17,6 @@ from typing import Any
 from polymoe.engines.hooks import Hook
 from polymoe.engines.vllm.hooks import SELECTORS
 
-__all__ = ["missing_plain_backends", "neutral_choice"]
-
 _LAYERS = "vllm.model_executor.layers."
 _PLAIN = ("EMULATION", "TRITON", "XPU")
 """Backends for which no version pads or transposes, best first."""

@@ -20,8 +20,6 @@ from polymoe.engines.vllm.facts import created_tensors, facts_of, gathers, is_el
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import missing_plain_backends, neutral_choice
 
-__all__ = ["MethodChooser", "install"]
-
 _MARK = "polymoe"
 
 

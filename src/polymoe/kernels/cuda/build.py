@@ -23,8 +23,6 @@ from polymoe.kernels.cuda.spec import (
 )
 from polymoe.kernels.cuda.targets import TARGETS, Target
 
-__all__ = ["COMPILER", "archive", "cubin_name", "included", "source_hash", "sources", "unit_source"]
-
 COMPILER = {
     "nvidia-cuda-nvcc": "13.3.73",
     "nvidia-cuda-crt": "13.3.73",

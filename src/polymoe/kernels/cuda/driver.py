@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CapturedLoop", "DriverError", "Kernel", "Launch", "Module", "mapped_address"]
-
 _SHARED_MEMORY, _PROGRAMMATIC = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_..., CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
 _SHARED_DEFAULT = 48 * 1024  # bytes of shared memory that need no attribute
 _CONDITIONAL_NODE, _WHILE = 13, 1  # CU_GRAPH_NODE_TYPE_CONDITIONAL, CU_GRAPH_COND_TYPE_WHILE

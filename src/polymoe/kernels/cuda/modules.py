@@ -16,8 +16,6 @@ from pathlib import Path
 from polymoe.kernels.cuda.driver import DriverError, Kernel, Module
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["SUFFIX", "archive_path", "kernel", "read_archive", "read_cubin"]
-
 SUFFIX = ".tar.xz"
 """How the names of archives end."""
 

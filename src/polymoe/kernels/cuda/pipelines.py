@@ -12,25 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-__all__ = [
-    "ALIGNMENT",
-    "E4M3_BLOCK_K",
-    "E4M3_ROW_BYTES",
-    "MAX_STAGES",
-    "MIN_STAGES",
-    "STATIC_BYTES",
-    "Budget",
-    "CtaTile",
-    "Pipeline",
-    "TeamPipeline",
-    "TeamVariant",
-    "WarpPipeline",
-    "WarpgroupPipeline",
-    "WeightFormat",
-    "e4m3_row_bytes",
-    "round_up",
-]
-
 STATIC_BYTES = 2048
 """Static shared memory that is reserved unless a kernel specifies its own."""
 

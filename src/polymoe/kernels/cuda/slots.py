@@ -12,8 +12,6 @@ from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import fields
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["MOST_EXPERTS", "MOST_PARTS", "NEXT_WAVE", "FetchExpertsArgs", "PlaceExpertsArgs", "SlotLaunches"]
-
 MOST_EXPERTS, MOST_PARTS = 1024, 16
 """Experts of a layer, and packed tensors, that the kernels have room for."""
 

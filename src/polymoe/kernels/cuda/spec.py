@@ -35,36 +35,6 @@ from polymoe.kernels.cuda.pipelines import (
     WeightFormat,
 )
 
-__all__ = [
-    "BF16",
-    "KERNEL_FAMILIES",
-    "PARTS",
-    "TILE_ROWS",
-    "W4A8",
-    "W4A8_ROWS",
-    "W4A16_MMA",
-    "W4A16_MMA_ORDERED",
-    "W4A16_MMA_TILED",
-    "W4A16_WGMMA",
-    "W4_FORMATS",
-    "W8A8",
-    "W8A8_CHANNEL",
-    "W8A8_F16",
-    "W8A8_F16_CHANNEL",
-    "W8A8_MMA",
-    "W8A8_MMA_CHANNEL",
-    "W8A8_MMA_ORDERED",
-    "W8A8_MMA_ORDERED_CHANNEL",
-    "W8A8_SHARED",
-    "W8A16_MMA",
-    "W8A16_MMA_TILED",
-    "W8A16_WGMMA",
-    "Choice",
-    "KernelFamily",
-    "Rates",
-    "ShorterTiles",
-]  # fmt: skip
-
 TILE_ROWS = 8
 """Rows of x per expert are padded to a multiple of this in permuted tiles."""
 

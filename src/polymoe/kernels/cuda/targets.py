@@ -9,8 +9,6 @@ from typing import Any
 from polymoe.kernels.cuda.pipelines import Budget, WeightFormat
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
-__all__ = ["SM90", "TARGETS", "Target", "target_for"]
-
 _AROUND = ("slots", "permute", "finalize", "quantize")
 _CUBINS = Path(__file__).parent / "cubins"
 

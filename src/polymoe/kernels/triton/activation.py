@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "ceil_div", "launch_options", "pdl_wait_and_launch", "round_e4m3"]
-
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):

@@ -8,8 +8,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["compile_only"]
-
 
 @contextmanager
 def compile_only() -> Iterator[None]:

@@ -19,30 +19,6 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-__all__ = [
-    "E2M1_ASM",
-    "E2M1_SHIFT",
-    "E4M3_ASM",
-    "E4M3_SCALED_ASM",
-    "E4M3_SCALED_SHIFT",
-    "E4M3_SHIFT",
-    "INT4_ASM",
-    "INT4_EXACT_ASM",
-    "INT4_EXACT_HALF_ASM",
-    "decode_16bit",
-    "decode_e2m1",
-    "decode_e4m3",
-    "decode_e4m3_half",
-    "decode_e4m3_scaled",
-    "decode_int4",
-    "decode_int4_exact",
-    "decode_int4_exact_half",
-    "factor_e4m3",
-    "factor_e8m0",
-    "factor_float",
-    "factor_half",
-]
-
 E2M1_SHIFT = 24
 """The fast path holds E2M1 weights times 2**-24, which the epilogue undoes. E8M0 scales from 2**-101 to 2**25 are then
 exact in bfloat16. Larger scales need PLAIN; the fast path would make them NaN, never a wrong number."""

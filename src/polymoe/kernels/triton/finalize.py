@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import ceil_div, launch_options, pdl_wait_and_launch
 
-__all__ = ["finalize"]
-
 
 def finalize(
     y_SRH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor, first_expert: int, experts: int, *,

@@ -13,9 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
-from triton.runtime.errors import OutOfResources
-
-__all__ = ["OutOfResources", "epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale", "tile_rows"]
+from triton.runtime.errors import OutOfResources as OutOfResources
 
 
 @triton.jit

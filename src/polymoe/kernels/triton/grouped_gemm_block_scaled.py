@@ -16,8 +16,6 @@ import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
 from polymoe.kernels.triton.grouped_gemm import epilogue, tile_rows
 
-__all__ = ["MX_GROUP", "grouped_gemm_block_scaled"]
-
 MX_GROUP = tl.constexpr(32)
 """Columns that share a scale of weights."""
 

@@ -14,8 +14,6 @@ import triton.language as tl
 from polymoe.kernels.triton.activation import pdl_wait_and_launch
 from polymoe.kernels.triton.grouped_gemm import epilogue, load_groups, planes_of, step_scale, tile_rows
 
-__all__ = ["MAX_STEPS", "grouped_gemm_short_k"]
-
 MAX_STEPS = 4
 """Most steps of K, all of which x keeps in shared memory."""
 

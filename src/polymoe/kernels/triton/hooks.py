@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import triton
 from triton import knobs
 
-__all__ = ["hooks_without_functions"]
-
 _DESCRIBES_FUNCTIONS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton can describe a kernel to a hook if one of its constants is a function: older versions raise a
 TypeError."""

@@ -16,8 +16,6 @@ import triton.language as tl
 from polymoe.kernels.triton.activation import ceil_div, launch_options, pdl_wait_and_launch
 from polymoe.kernels.triton.quantize import AS_GIVEN, Operand, Quantization, convert_rows
 
-__all__ = ["Permutation", "max_tiles", "permutation_words", "permute"]
-
 _BLOCK = 512
 """Rows of a block. With more than one block, a separate launch counts each block's rows by expert."""
 _ROWS, _MAX_ROWS = 32, 128

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, ceil_div, launch_options, pdl_wait_and_launch, round_e4m3
 
-__all__ = ["AS_GIVEN", "OPERANDS", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
-
 OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Types of MMA operands, as Triton names them."""
 

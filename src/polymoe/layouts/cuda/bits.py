@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["inverse", "join", "move_bits", "split_tiles"]
-
 
 def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
     """Move bit b of each little-endian 32-bit word to bit ``positions[b]``.

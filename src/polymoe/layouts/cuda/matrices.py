@@ -25,11 +25,6 @@ from polymoe.problem.verdict import Reason, Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "MatrixLayout", "ScaleLimit", "as_bytes", "as_taller", "deinterleave_gate_up", "exchange_rows",
-    "interleave_gate_up", "swizzled",
-]  # fmt: skip
-
 _MATRICES = ("up", "down")
 _PARTS = ("codes", "scales", "rest")
 

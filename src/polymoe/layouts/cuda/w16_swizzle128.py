@@ -32,8 +32,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["W16Swizzle128", "pack_tiles", "unpack_tiles"]
-
 _ROWS, _BLOCK, _PIECE = 64, 128, 16
 
 

@@ -59,12 +59,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "COLUMNS", "E2M1_BITS", "E4M3_MOST", "E4M3_SCALE_BITS", "E8M0_BIAS", "E8M0_LIMIT", "E8M0_MOST", "E8M0_SCALE_BITS",
-    "INT4_BITS", "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "from_sign_and_magnitude", "pack_codes",
-    "pack_scales", "scale_bytes", "sign_and_magnitude", "unpack_codes", "unpack_scales",
-]  # fmt: skip
-
 ROWS, COLUMNS = 64, 64
 """Rows and columns of a whole block."""
 TILE = 16

@@ -56,11 +56,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BITS", "MOST_STEP", "SIGNED_BITS", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
-    "unpack_scales",
-]  # fmt: skip
-
 BITS = tuple(bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (3 if n < 4 else 7)))
 """Where the bits of eight codes lie in a word: MXFP4, and INT4 with zero points."""
 

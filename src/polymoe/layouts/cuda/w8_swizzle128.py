@@ -32,8 +32,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK", "W8Swizzle128", "pack_codes", "unpack_codes"]
-
 BLOCK = 128
 """Rows and columns must be multiples of this."""
 

@@ -39,8 +39,6 @@ from polymoe.problem.verdict import Reasons
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK", "E4M3_BITS", "W8A16Fragments", "pack_codes", "unpack_codes"]
-
 BLOCK = 32
 """Columns of a whole block, which share a scale."""
 

@@ -9,22 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "E4M3_ROWS",
-    "NUMBERED_DTYPES",
-    "FewRowsArgs",
-    "FinalizeArgs",
-    "GemmArgs",
-    "PermutationArgs",
-    "PermuteArgs",
-    "QuantizePermutedArgs",
-    "QuantizeRowsArgs",
-    "QuantizeWholeRowsArgs",
-    "RoundingArgs",
-    "dtype_number",
-    "fields",
-]  # fmt: skip
-
 NUMBERED_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of x and the output, by name."""
 

@@ -17,8 +17,6 @@ from polymoe.kernels.cuda.spec import KernelFamily
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PreparedCall", "add_rows"]
-
 _ARRAYS = frozenset(
     (
         *("work_tiles", "narrow_tiles", "expanded_to_permuted", "lists", "permuted_to_expanded", "counts"),

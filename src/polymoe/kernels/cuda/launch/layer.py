@@ -12,8 +12,6 @@ from polymoe.kernels.cuda.targets import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ActivationArgs", "Layer", "Matrix"]
-
 
 class ActivationArgs(NamedTuple):
     """The function between the projections, as the kernels' arguments say it.

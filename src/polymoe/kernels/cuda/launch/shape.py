@@ -12,11 +12,6 @@ from polymoe.kernels.cuda.launch.steps import FINALIZE, PERMUTATION, GemmInput, 
 from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, e4m3_row_bytes, round_up
 from polymoe.kernels.cuda.spec import TILE_ROWS, KernelFamily
 
-__all__ = [
-    "BUFFERS", "FEW_ROWS", "FINALIZE_COLUMNS", "LIST_BYTES", "CallShape", "Tiles", "layer_numbers",
-    "permutation_words", "sorting_ctas", "steps_of", "tokens_per_cta",
-]  # fmt: skip
-
 FEW_ROWS = 32
 """Largest number of expanded rows that a single warp sorts."""
 

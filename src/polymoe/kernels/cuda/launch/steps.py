@@ -24,11 +24,6 @@ from polymoe.kernels.cuda.launch.args import (
     RoundingArgs,
 )
 
-__all__ = [
-    "AS_WRITTEN", "BY_TOKEN", "FINALIZE", "PERMUTATION", "X_IN_TILES", "GemmInput", "Step", "gemm_steps", "quantized_h",
-    "quantized_rows", "quantized_tiles", "quantized_whole_rows",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
