@@ -40,8 +40,8 @@ class Row:
 ROWS = {
     "kimi-k2-tp8": Row("kimi-k2-tp8", "humming,vllm"),
     "deepseek-v4-flash-int4": Row("deepseek-v4-flash", "humming,vllm", "int4_g32"),
-    "deepseek-v3-tp8": Row("deepseek-v3-tp8", "humming,vllm,deepgemm"),
-    "deepseek-v3-ep8": Row("deepseek-v3-ep8", "humming,vllm,deepgemm"),
+    "deepseek-v3-tp8": Row("deepseek-v3-tp8", "humming,vllm,deepgemm,finegrained"),
+    "deepseek-v3-ep8": Row("deepseek-v3-ep8", "humming,vllm,deepgemm,finegrained"),
     "w4a8": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_group128"),
     "w4a8-rows": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_token"),
     "bf16": Row("qwen3-235b-tp4-bf16", "vllm,quack", backends="cuda,triton"),

@@ -158,7 +158,7 @@ def test_an_unknown_peer() -> None:
         ("gpt-oss-20b", {"triton_kernels"}),
         ("kimi-k2-tp8", {"humming", "vllm"}),
         ("glm-4.7", {"humming", "vllm"}),
-        ("deepseek-v3-tp8", {"humming", "vllm", "deepgemm"}),
+        ("deepseek-v3-tp8", {"humming", "vllm", "deepgemm", "finegrained"}),
         ("qwen3-235b-tp4-bf16", {"vllm", "quack"}),
         ("nemotron-3-super", set()),  # without a gate
     ],

@@ -67,7 +67,7 @@ class _Contenders(OnDevice):
     )  # fmt: skip
     peers: tuple[str, ...] | None = option(
         None, "Other libraries to time as well, in the same process and with the same routings, separated by commas: "
-        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack.", "--peers", parse=listed,
+        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack, finegrained.", "--peers", parse=listed,
     )  # fmt: skip
 
 

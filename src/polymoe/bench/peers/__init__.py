@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from polymoe.bench.peers.base import Peer, PeerCall, Stacks, peer_problem, version_of
+from polymoe.bench.peers.finegrained import FinegrainedFp8
 from polymoe.bench.peers.flashinfer import FlashInferLayers
 from polymoe.bench.peers.humming import HummingLayers
 from polymoe.bench.peers.quack import Quack
@@ -18,7 +19,9 @@ from polymoe.bench.peers.vllm import DeepGemm, TritonKernels, Vllm
 
 __all__ = ["PEERS", "Peer", "PeerCall", "Stacks", "peer_problem", "version_of"]
 
-_ALL: tuple[Peer, ...] = (HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInferLayers(), Quack())
+_ALL: tuple[Peer, ...] = (
+    HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInferLayers(), Quack(), FinegrainedFp8(),
+)  # fmt: skip
 
 PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in _ALL})
 """Peers by name, as ``--peers`` takes them."""

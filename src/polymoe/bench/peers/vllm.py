@@ -1,5 +1,5 @@
 """vLLM's kernels: Marlin for 4-bit weights, its Triton kernels for E4M3 and bfloat16, and what it ships: DeepGEMM and
-OpenAI's ``triton_kernels``. Calls are those of vLLM 0.26."""
+OpenAI's ``triton_kernels``. Calls are those of vLLM 0.33."""
 
 # None of these packages need be installed.
 # pyright: reportMissingImports=false
@@ -80,11 +80,8 @@ def _marlin(problem: Problem, stacks: Stacks) -> PeerCall:
         def repacked(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             words_EKN = parts["codes"].view(torch.int32).transpose(1, 2).contiguous()
             k, n = 8 * words_EKN.shape[1], words_EKN.shape[2]
-            order = torch.empty((experts, 0), dtype=torch.int32, device=words_EKN.device)
             scales_EGN = parts["scales"].bfloat16().transpose(1, 2).contiguous()
-            return ops.gptq_marlin_moe_repack(words_EKN, order, k, n, 4), marlin_moe_permute_scales(
-                scales_EGN, k, n, group
-            )
+            return ops.gptq_marlin_moe_repack(words_EKN, k, n, 4), marlin_moe_permute_scales(scales_EGN, k, n, group)
 
         (w13, s13), (w2, s2) = repacked(up), repacked(down)
     else:
