@@ -1,13 +1,14 @@
 """Configurations on both sides of the thresholds of the CUDA backend's heuristic, timed in turn.
 
-    python benchmarks/heuristic_choices.py
+    python benchmarks/heuristic_choices.py [CASE ...]
 
 Each cell is timed hot, in rounds without rest, and rested, after 0.1 s each. The three shapes H3072, H2048 and H6144
-are those of benchmarks/peer_times.py that no heuristic was fitted to. About 80 seconds on an H200.
+are those of benchmarks/peer_times.py that no heuristic was fitted to. About two minutes on an H200.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ _FEW = [CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_f16", 32)]
 _BLOCK = [CudaConfig("w8a8_f16", 32), CudaConfig("w8a8_f16", 64), CudaConfig("w8a8", 160)]
 _CHANNEL = [CudaConfig("w8a8_f16_channel", 32), CudaConfig("w8a8_channel", 160)]
 _CHANNEL_FEW = [CudaConfig("w8a8_mma_channel", 8), CudaConfig("w8a8_f16_channel", 32)]
-_BF16 = [CudaConfig("bf16", 160), CudaConfig("bf16", 320)]
+_SHARED = [CudaConfig("w8a8", 160), CudaConfig("w8a8_shared", 128)]
+_FEW_W4 = [CudaConfig("w4a16_mma_ordered", 8, 64), CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_wgmma", 32)]
 _WGMMA = [CudaConfig("w4a16_wgmma", 128, narrow_m=64), CudaConfig("w4a16_wgmma", 256, narrow_m=64)]
 CELLS = (
     Cell(CASES["deepseek-v3-tp8"], (192, 256, 320, 384, 512), [_BLOCK[0], _BLOCK[2]]),
@@ -62,22 +64,27 @@ CELLS = (
     Cell(shape("H6144", "fp8_block128"), (4, 8), _FEW),
     Cell(shape("H3072", "fp8_channel"), (128, 192, 256, 384), _CHANNEL),
     Cell(shape("H3072", "fp8_channel"), (2, 4), _CHANNEL_FEW),
-    Cell(CASES["qwen3-235b-tp4-bf16"], (4096, 6144, 8192), _BF16),
-    Cell(shape("H3072", "bf16"), (2560, 4096, 8192), _BF16),
-    Cell(shape("H6144", "bf16"), (4096, 8192), _BF16),
     Cell(CASES["kimi-k2-tp8"], (6144, 8192), _WGMMA),
     Cell(shape("H3072", "mxfp4"), (1024, 2048, 4096), _WGMMA),
     Cell(shape("H2048", "int4_g32"), (1024, 2048, 4096), _WGMMA),
+    Cell(CASES["deepseek-v3-tp8"], (2048, 4096), _SHARED),
+    Cell(CASES["deepseek-v3-ep8"], (2048, 4096), _SHARED),
+    Cell(CASES["deepseek-v4-flash"], (8, 32, 64, 128), _FEW_W4),
+    Cell(CASES["gpt-oss-120b"], (32, 64, 128), _FEW_W4),
+    Cell(CASES["kimi-k2-tp8"], (3, 64, 128), _FEW_W4),
 )
 
 
 def main() -> int:
     """Print a line for each case, token count and routing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    only = parser.parse_args().cases
     machine, device = measured_on("auto")
     if machine.device.capability != (9, 0):
         print(f"heuristic_choices: expected an SM90 GPU, got {machine.device.name}", file=sys.stderr)
         return 1
-    for cell in CELLS:
+    for cell in [cell for cell in CELLS if not only or cell.case.name in only]:
         workload = Workload.of_case(cell.case, device)
         plan = select(workload.problem, machine, backend="cuda").plan
         assert plan is not None

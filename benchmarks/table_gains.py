@@ -49,6 +49,8 @@ def times_us(
     routing: RoutingDistribution,
     tokens: int,
     configs: list[Config],
+    rounds: int = ROUNDS,
+    repeats: int = REPEATS,
 ) -> list[float]:
     """Return the median time of each configuration, of rounds in which all are timed in turn."""
     problem = workload.problem
@@ -61,7 +63,7 @@ def times_us(
         each = [partial(run, call, config) for call in given]
         return TimedCalls(each, device, graph=device.type == "cuda")
 
-    return medians_in_turn([timed(config) for config in configs], ROUNDS, REPEATS)
+    return medians_in_turn([timed(config) for config in configs], rounds, repeats)
 
 
 def check(row: Row, table: Table, machine: Machine, device: torch.device) -> list[Measured]:

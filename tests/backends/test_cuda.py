@@ -27,7 +27,7 @@ from polymoe.problem.verdict import Accepted, Reason, Rejected
 from support.cuda_calls import gpu
 from support.problems import problem_of, random_experts
 
-H200 = Machine(DEVICES["h200"], driver=(13, 0))
+H200, H100 = (Machine(DEVICES[name], driver=(13, 0)) for name in ("h200", "h100"))
 
 
 def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
@@ -128,6 +128,33 @@ class TestConfigure:
         assert found == ["w4a16_mma", "w4a16_mma", "w4a16_mma_ordered"]
         invariant = replace(kimi, batch_invariant=True)
         assert Cuda().configure(invariant, H200, 1).family == "w4a16_mma_ordered"
+
+    def test_k_is_divided_for_many_tiles_of_an_h100(self) -> None:
+        """Where rows of x are long enough, and results may depend on the batch. Skewed rows go to wgmma sooner."""
+        problem, invariant = seed_problem(), seed_problem(batch_invariant=True)
+        found = [Cuda().configure(problem, H100, tokens).family for tokens in (4, 8, 64, 96)]
+        assert found == ["w4a16_mma_ordered", "w4a16_mma", "w4a16_mma", "w4a16_wgmma"]
+        assert Cuda().configure(problem, H200, 96).family == "w4a16_mma_ordered"
+        assert Cuda().configure(invariant, H100, 64).family == "w4a16_mma_ordered"
+        short = replace(problem, spec=replace(problem.spec, hidden=1024))
+        assert Cuda().configure(short, H100, 64).family == "w4a16_mma_ordered"
+
+    def test_one_list_of_tiles_where_an_sm_has_few_on_an_h100(self) -> None:
+        """48 experts of 832 rows have 1.5 tiles of 512 rows of weights for each SM, 256 have 8."""
+        problem = seed_problem()
+        spec = replace(problem.spec, intermediate=832, experts=48, local_experts=48)
+        few = replace(problem, spec=spec, top_k=3)
+        many = replace(few, spec=replace(spec, experts=256, local_experts=256))
+        found = [Cuda().configure(few, H100, tokens) for tokens in (256, 400)]
+        assert found == [CudaConfig("w4a16_wgmma", 64), CudaConfig("w4a16_wgmma", 128, narrow_m=64)]
+        narrow = CudaConfig("w4a16_wgmma", 128, narrow_m=32)
+        assert [Cuda().configure(many, H100, 1400), Cuda().configure(few, H200, 256)] == [narrow, narrow]
+
+    def test_tiles_of_256_rows_only_for_main_loops_that_are_long_enough(self) -> None:
+        """On an H100 from 115 rows on."""
+        wide, narrow = CudaConfig("w4a16_wgmma", 256, narrow_m=64), CudaConfig("w4a16_wgmma", 128, narrow_m=64)
+        assert [Cuda().configure(seed_problem(), gpu, 5400) for gpu in (H100, H200)] == [wide, narrow]
+        assert Cuda().configure(CASES["kimi-k2-tp8"].problem(), H200, 8192) == narrow
 
     def test_down_in_shorter_tiles_where_the_last_wave_of_tall_ones_is_half_empty(self) -> None:
         """32 experts of 2880 rows: 192 tiles of 512 for 132 SMs, or 384 of 256."""

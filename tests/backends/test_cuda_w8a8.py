@@ -31,10 +31,12 @@ class TestConfigure:
         ]
 
     def test_experts_of_more_rows_where_that_was_measured(self) -> None:
-        """On an H100, above 190 rows an expert."""
+        """On an H100, above 60 rows an expert, or 190 where down has few columns."""
         found = [str(Cuda().configure(DEEPSEEK, H100, tokens)) for tokens in (512, 4096, 8192, 16384)]
         assert found == ["w8a8, block_m 160"] * 2 + ["w8a8_shared, block_m 128"] * 2
         assert Cuda().configure(DEEPSEEK, H200, 16384) == CudaConfig("w8a8", 160)
+        wide = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=512))
+        assert [Cuda().configure(wide, H100, tokens).family for tokens in (1900, 2000)] == ["w8a8", "w8a8_shared"]
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
         few = {CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8)}

@@ -14,7 +14,8 @@ from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
 @pytest.mark.parametrize("family", KERNEL_FAMILIES.values(), ids=lambda family: family.name)
 def test_has_whatever_the_heuristic_chooses(family: KernelFamily) -> None:
-    chosen = {CudaConfig(family.name, c.block_m, c.block_n, narrow_m=c.narrow_m) for c in family.choices}
+    choices = [c for device in ("", *family.on) for c in family.fitted(device).choices]
+    chosen = {CudaConfig(family.name, c.block_m, c.block_n, narrow_m=c.narrow_m) for c in choices}
     if family.shorter is not None:
         chosen.add(CudaConfig(family.name, family.shorter.block_m, 0, family.shorter.instead))
     assert chosen <= set(kernel_bits.configurations(family))

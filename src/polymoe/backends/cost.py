@@ -30,6 +30,7 @@ class Cost:
         active_experts: expected number of this rank's experts that receive a token.
         uniform_experts, mean_rows: with uniform routing, by which tiles are chosen: experts that receive a token, and
             routed rows of each of those.
+        skewed_rows: the same rows with the last exponent of routing.
         weight_bytes: bytes of those experts.
         activation_bytes: bytes of x and y.
         flops: multiply and add operations of the projections.
@@ -39,6 +40,7 @@ class Cost:
     active_experts: float
     uniform_experts: float
     mean_rows: float
+    skewed_rows: float
     weight_bytes: float
     activation_bytes: int
     flops: float
@@ -60,6 +62,8 @@ def cost(problem: Problem, device: Device, tokens: int, exponents: Sequence[floa
     shares = [active_share(s.experts, top_k, tokens, exponent) for exponent in exponents]
     active = s.local_experts * sum(shares) / len(shares)
     rows = tokens * top_k * s.local_experts / s.experts
+    # A token has top_k rows even if the layer has fewer experts, because it may name one expert twice.
+    routed = tokens * problem.top_k * s.local_experts / s.experts
     weights = sum(n * k for n, k in (s.matrix_shape(p) for p in s.encodings))
     flops = 2 * rows * weights
     weight_bytes = active * s.expert_bytes
@@ -68,8 +72,8 @@ def cost(problem: Problem, device: Device, tokens: int, exponents: Sequence[floa
     return Cost(
         active_experts=active,
         uniform_experts=uniform,
-        # A token has top_k rows even if the layer has fewer experts, because it may name one expert twice.
-        mean_rows=tokens * problem.top_k * s.local_experts / s.experts / max(uniform, 1e-9),
+        mean_rows=routed / max(uniform, 1e-9),
+        skewed_rows=routed / max(s.local_experts * shares[-1], 1e-9),
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
         flops=flops,

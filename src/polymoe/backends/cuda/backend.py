@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
-from polymoe.backends.cost import cost
+from polymoe.backends.cost import Cost, cost
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import activations_of, architectures_of, families_for, layout_on, weight_format
 from polymoe.backends.cuda.runner import ACTIVATION_ARGS, CudaRunner
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, Choice, KernelFamily
 from polymoe.kernels.cuda.targets import target_for
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -122,10 +122,13 @@ class Cuda(BackendBase):
         c = cost(problem, machine.device, tokens)
         choices = list(_choices(problem, machine))
         usable = {family.name for family, *_ in choices}
-        for family, config, most_rows in choices:
+        for family, choice, config in choices:
             fill = _fill(problem, machine, family, c.uniform_experts)
-            fills = family.otherwise not in usable or fill >= family.fills
-            if c.mean_rows <= most_rows and fills and fill <= family.most_fill:
+            limited = not family.otherwise or family.otherwise in usable
+            if limited and not _filled(problem, family, fill):
+                continue
+            last_rows = choice.last_rows if family is choices[-1][0] else 0
+            if c.mean_rows <= (last_rows or choice.most_rows) and _holds(problem, c, choice, fill):
                 return _shorter(problem, machine, family, config, c.uniform_experts)
         last = _chosen_families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
@@ -180,7 +183,8 @@ def _families(problem: Problem, machine: Machine) -> list[KernelFamily]:
 
 def _chosen_families(problem: Problem, machine: Machine) -> list[KernelFamily]:
     """Return those of the families that are chosen without measurements of the user's own."""
-    return [f for f in _families(problem, machine) if not f.devices or machine.device.name in f.devices]
+    device = machine.device.name
+    return [f.fitted(device) for f in _families(problem, machine) if not f.devices or device in f.devices]
 
 
 def _listed(capabilities: Sequence[tuple[int, int]]) -> str:
@@ -209,15 +213,25 @@ def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[C
     return [config for config in configs if _fits(problem, machine, config)]
 
 
-def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
-    """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
-    families = _chosen_families(problem, machine)
-    for family in families:
+def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily, Choice, CudaConfig]]:
+    """Yield the families that may be used with their choices and configurations, for few rows per expert first."""
+    for family in _chosen_families(problem, machine):
         for choice in family.choices:
             config = CudaConfig(family.name, choice.block_m, choice.block_n, narrow_m=choice.narrow_m)
             if _fits(problem, machine, config):
-                last_rows = choice.last_rows if family is families[-1] else 0
-                yield family, config, last_rows or choice.most_rows
+                yield family, choice, config
+
+
+def _filled(problem: Problem, family: KernelFamily, fill: float) -> bool:
+    """Return whether ``fill`` is within the limits in which the family is chosen."""
+    short = problem.spec.hidden <= family.few_columns
+    return family.fills <= fill and (short or fill <= family.most_fill)
+
+
+def _holds(problem: Problem, c: Cost, choice: Choice, fill: float) -> bool:
+    """Return whether the call is within the limits of a choice other than those of its mean number of rows."""
+    skewed = c.skewed_rows > choice.most_skewed_rows and fill >= choice.skewed_fill
+    return not skewed and fill <= choice.most_fill and problem.spec.intermediate <= choice.most_columns
 
 
 def _fill(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: float) -> float:

@@ -1,8 +1,8 @@
 """The CUDA kernels: one row each, from which sources, checks, configurations, predictions and launches follow.
 
 :mod:`.build` makes ``sizes.cuh`` and ``instantiations/*.cu`` of the rows, :mod:`.launch` makes a layer's launches, and
-the backend ``cuda`` chooses between them. Thresholds and rates were fitted to measurements on one H200
-(``benchmarks/results``).
+the backend ``cuda`` chooses between them. Thresholds and rates were fitted to measurements on one H200, and where
+``on`` says so on one H100 (``benchmarks/results``).
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Choice:
         most_rows: the largest mean for which these tiles are the fastest.
         block_m, block_n, narrow_m: sizes of the tiles, as in ``CudaConfig``.
         last_rows: in place of ``most_rows`` where no family behind this one may be used; 0 if it is the same.
+        most_skewed_rows: the largest mean with skewed routing, where gate and up have ``skewed_fill`` tiles for each SM
+            or more.
+        skewed_fill: see ``most_skewed_rows``.
+        most_fill: most tiles of gate and up for each SM with which these tiles are the fastest.
+        most_columns: most columns of the weights of down with which they are.
     """
 
     most_rows: float = float("inf")
@@ -58,6 +63,10 @@ class Choice:
     block_n: int = 0
     narrow_m: int = 0
     last_rows: float = 0.0
+    most_skewed_rows: float = float("inf")
+    skewed_fill: float = 0.0
+    most_fill: float = float("inf")
+    most_columns: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +141,14 @@ class KernelFamily:
         shorter: replacement tiles for calls where they fill the SMs better, or None.
         fills: fewest tiles of gate and up for each SM with which the family is faster than ``otherwise``.
         otherwise: name of the family that is taken for fewer tiles where it may be used.
-        most_fill: most tiles of gate and up for each SM with which the family is faster than those behind it.
+        most_fill: most tiles of gate and up for each SM with which the family is faster than those behind it; with
+            ``otherwise``, than that family, where it may be used.
+        few_columns: most columns of x with which ``most_fill`` is no limit.
         rates: rates for the cost model.
         batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
         devices: GPU models on which its choices are the fastest, as they were measured there; empty for all. On others
             only ``polymoe tune`` chooses it.
+        on: fields by which the fastest is chosen, as they were measured on a GPU model, where they differ; by name.
         gated_only: whether experts must have a gate.
         output_weight_only: whether router weights must multiply the output.
         check_tokens: tokens of the call that checks a layer at load.
@@ -169,9 +181,11 @@ class KernelFamily:
     fills: float = 0.0
     otherwise: str = ""
     most_fill: float = float("inf")
+    few_columns: int = 0
     rates: Rates
     batch_invariant: bool = True
     devices: tuple[str, ...] = ()
+    on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     gated_only: bool = False
     output_weight_only: bool = False
     check_tokens: int = 8
@@ -185,6 +199,10 @@ class KernelFamily:
     def layouts(self) -> tuple[str, ...]:
         """Names of the layouts of the weights on all GPUs."""
         return tuple(filter(None, (self.layout, self.cvt_layout)))
+
+    def fitted(self, device: str) -> KernelFamily:
+        """Return the row with what was measured on this GPU model."""
+        return replace(self, **self.on[device]) if device in self.on else self
 
     def unit(self, format: str) -> str:
         """Return the name of the cubin with the family's kernels for a format."""
@@ -237,6 +255,10 @@ _K512 = TeamVariant(name="k512", teams=8, most_k=512)
 _SPLIT = TeamVariant(name="n64")
 _IN_ORDER = TeamVariant(name="", teams=4, x_in_stages=True)
 
+# An H100's memory leaves issue slots to w4a16_wgmma, and experts with more than 8 rows, as some have with skewed
+# routing, take several tiles of w4a16_mma. It needs 2.5 tiles of its 512 rows of weights for each SM, 20 of 64.
+_FEW_ROWS_H100 = (Choice(most_rows=4.4, block_m=8, block_n=64, most_skewed_rows=3.36, skewed_fill=20.0),)
+
 # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so that
 # the order of sums differs from w4a16_wgmma.
 W4A16_MMA = KernelFamily(
@@ -257,11 +279,16 @@ W4A16_MMA = KernelFamily(
     choices=(Choice(most_rows=4.4, block_m=8, block_n=64),),
     rates=Rates(bandwidth=0.875, math=0.45, fixed_us=10.0),
     batch_invariant=False,
+    on={"h100": {"choices": _FEW_ROWS_H100}},
 )
 """4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
 
-# Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4. With a tile for every other team of warps, 1.9 for an SM,
-# Kimi K2 TP8 is as fast as with w4a16_mma, with half of that slower.
+# Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4, and `on` to 136 cells of drawn shapes
+# (benchmarks/experiments/w8a8/untuned-shapes.md). With 0.94 tiles for an SM, Kimi K2 TP8 is slower than with w4a16_mma,
+# with 1.9 as fast; two drawn shapes with 1.14 and 1.39 are faster, for which w4a16_mma takes a second wave of tiles.
+# An H100 has 0.73 of an H200's bandwidth at the same clocks, so that issue slots are left: with many tiles w4a16_mma is
+# faster there, unless x has so few columns that adding up the sums of its warps counts, and w4a16_wgmma needs fewer
+# rows.
 W4A16_MMA_ORDERED = replace(
     W4A16_MMA,
     name="w4a16_mma_ordered",
@@ -269,9 +296,10 @@ W4A16_MMA_ORDERED = replace(
     instructions="wgmma",
     cvt_layout="",
     warps=TeamPipeline(down=(_K256, _K512, _IN_ORDER), ordered=True, static_bytes=1024),
-    fills=1.8,
+    fills=1.1,
     otherwise="w4a16_mma",
     rates=Rates(bandwidth=0.93, math=0.32, fixed_us=9.0),
+    on={"h100": {"choices": _FEW_ROWS_H100, "most_fill": 12.0, "few_columns": 1408}},
     batch_invariant=True,
 )
 """The same, with sums in the order of w4a16_wgmma's."""
@@ -297,11 +325,15 @@ W4A16_MMA_TILED = KernelFamily(
 )
 """4-bit weights decoded to bfloat16 in registers, for ``mma.sync``, for many rows per expert on GPUs without wgmma."""
 
+_MANY_ROWS = (Choice(block_m=128, narrow_m=64, most_columns=384), Choice(block_m=256, narrow_m=64))
+
 # Sizes are the fastest measured: many rows of weights per CTA for few rows of x. Fitted to 256 to 1024 tokens (6 to 24
 # rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K in order, 16 columns at a time. The cost
 # of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256 and 512 tokens. Narrow tiles were chosen by
 # times with uniform and with Zipf routing. Rows of x are gathered for two or three tiles of weights, each of which
-# gathers them again, and with 256 rows for none.
+# gathers them again, and with 256 rows for none. With 256 and 384 columns of down, main loops are too short for tiles
+# of 256 rows of x. On an H100 these are faster from 128 rows on, and where an SM has few tiles of 512 rows of weights,
+# those of 256 rows of weights are.
 W4A16_WGMMA = KernelFamily(
     name="w4a16_wgmma",
     instructions="wgmma",
@@ -329,10 +361,22 @@ W4A16_WGMMA = KernelFamily(
         Choice(most_rows=5.7, block_m=32),
         Choice(most_rows=29.0, block_m=128, narrow_m=32),
         Choice(most_rows=140.0, block_m=128, narrow_m=64),
-        Choice(block_m=256, narrow_m=64),
+        *_MANY_ROWS,
     ),
     shorter=ShorterTiles(block_m=32, instead=64, cost=1.2),
     rates=Rates(bandwidth=0.96, math=0.95, fixed_us=20.0),
+    on={
+        "h100": {
+            "choices": (
+                Choice(most_rows=5.7, block_m=32),
+                Choice(most_rows=20.0, block_m=64, most_fill=2.75),
+                Choice(most_rows=29.0, block_m=128, narrow_m=64, most_fill=2.75),
+                Choice(most_rows=29.0, block_m=128, narrow_m=32),
+                Choice(most_rows=115.0, block_m=128, narrow_m=64),
+                *_MANY_ROWS,
+            )
+        }
+    },
 )
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
@@ -373,7 +417,7 @@ W4A8 = KernelFamily(
 # Scratch memory contains a table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
 # main loop is as many stages as are added up in E4M3, so a stage has 128 columns: of INT4 one group, whose scale is in
 # float32, with the zero point in its last bits. From 4096 and 8192 tokens of DeepSeek-V4-Flash in MXFP4, math is 0.88
-# and 0.68.
+# and 0.68. On an H100 with few tiles, a second list of narrow ones costs more than it gains.
 W4A8_ROWS = replace(
     W4A8,
     name="w4a8_rows",
@@ -394,6 +438,15 @@ W4A8_ROWS = replace(
     rounded_h=quantized_h("quantize_row_tiles", "e4m3_tiles"),
     choices=W4A8.choices[1:],
     rates=Rates(bandwidth=0.96, math=0.8, fixed_us=26.0),
+    on={
+        "h100": {
+            "choices": (
+                Choice(most_rows=13.0, block_m=32, most_fill=8.0),
+                Choice(most_rows=29.0, block_m=64, most_fill=8.0),
+                *W4A8.choices[1:],
+            )
+        }
+    },
 )
 """The same with one scale for a row of x."""
 
@@ -409,6 +462,7 @@ def _eight_bits(family: KernelFamily, **changes: Any) -> KernelFamily:
         formats={"mxfp8": WeightFormat("Mxfp8", columns=32, scale_bytes=64)},
         layout="w8a16_fragments",
         cvt_layout="",
+        on={},
         **changes,
     )
 
@@ -550,7 +604,7 @@ W8A8 = replace(
         quantized_rows("quantize_rows"),
     ),
     h="e4m3_tiles",
-    choices=(Choice(most_rows=190.0, block_m=160),),
+    choices=(Choice(most_rows=60.0, block_m=160), Choice(most_rows=190.0, block_m=160, most_columns=384)),
     rates=Rates(bandwidth=0.96, math=0.45, fixed_us=14.0),
     batch_invariant=False,
     check_tokens=512,
@@ -559,10 +613,11 @@ W8A8 = replace(
 
 _X_TILES = quantized_tiles("quantize_permuted", part="gate_up_tiles")
 
-# Fitted to 1024 to 16384 tokens of three shapes on an H100; it never ran on an H200. At 128 rows w8a8 is 2 to 9 %
-# faster: half of the experts have a few rows more, which take a work tile of their own here. From 256 rows on it takes
-# 1.07 to 1.46 times as long. With eight experts a token, tiles of x gain 1 to 9 % where there are 2816 rows of weights,
-# and lose 5 to 12 % with 512.
+# Fitted to ten drawn shapes and to 1024 to 16384 tokens of three others on an H100; it never ran on an H200. w8a8 takes
+# 0.99 to 1.02 times as long with up to 64 rows of uniform routing, and 1.05 to 1.13 of Zipf; 1.12 to 1.33 with 128 and
+# 171. Where the GPU rests between calls, it is 2 % faster at 128 rows, and 10 % with 256 columns of down; from 256 rows
+# on it takes 1.07 to 1.46 times as long. With eight experts a token, tiles of x gain 1 to 9 % where there are 2816 rows
+# of weights, and lose 5 to 12 % with 512.
 W8A8_SHARED = replace(
     W8A8,
     name="w8a8_shared",
