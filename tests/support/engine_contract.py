@@ -265,6 +265,15 @@ def download(name: str, version: str, directory: Path) -> Path:
     return next(directory.glob(f"{name}-*.whl"))
 
 
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON with a line for each name: what it has is on the same line, so that a difference names what changed."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    deeper = f"{indent} "
+    rows = [f"{deeper}{json.dumps(name)}: {_lines(of, deeper)}" for name, of in sorted(value.items())]
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
 def main() -> int:
     """Write or check the tables."""
     status = 0
@@ -274,7 +283,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as directory:
                 wheel = download(engine.name, version, Path(directory))
                 table[wheel.name.split("-")[1]] = engine.contract(read_wheel(wheel, engine.folders))
-        text = json.dumps(table, indent=1, sort_keys=True) + "\n"
+        text = _lines(table) + "\n"
         if "--check" not in sys.argv:
             engine.table.write_text(text)
         elif text != engine.table.read_text():
