@@ -57,7 +57,8 @@ _LAUNCH = " ".join((
       ("work_tiles_of_any_routing_have_room", "ctas_of_a_permutation_have_rows_enough")),
     "backends/test_cuda_runner.py",
     "kernels/test_cuda_launch.py",
-    *(f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms", "sizes")),
+    *(f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms")),
+    "kernels/test_cuda_families.py::test_sizes",
 ))  # fmt: skip
 _LAYOUTS = "layouts/test_cuda.py"
 _PLANNING = " ".join(f"planning/test_{name}.py" for name in ("plan", "predictor", "measured", "agreement", "proof"))

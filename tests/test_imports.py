@@ -170,12 +170,7 @@ def test_the_first_use_of_a_postponed_torch_loads_it() -> None:
         "import sys; from polymoe.common.lazy_torch import postpone_torch; postpone_torch(); import torch; "
         "first = 'torch._C' in sys.modules; {}; print(first, 'torch._C' in sys.modules, type(torch).__name__)"
     )
-    for use in (
-        "torch.ones(2).sum()",
-        "from torch import Tensor",
-        "import torch.nn.functional as F; F.relu",
-        "hasattr(torch, 'x')",
-    ):
+    for use in ("from torch import Tensor", "import torch.nn.functional as F; F.relu"):
         assert _python(code.format(use)) == "False True module", use
 
 

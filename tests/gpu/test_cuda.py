@@ -10,15 +10,11 @@ import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.layer.experts import FusedExperts
-from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
 from polymoe.problem.activations import GeGLU, ReLU2
 from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
-from support.captured import captured_follows_new_rows
 from support.cuda_calls import need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
@@ -29,37 +25,11 @@ EVERY = [
     *[CudaConfig("w4a16_wgmma", 128, narrow_m=rows) for rows in (32, 64)],
     CudaConfig("w4a16_wgmma", 256, narrow_m=64),
 ]
-TABLE = {"cuda": Cuda()}
 
 
 @pytest.fixture(autouse=True)
 def _sm90() -> None:
     need_sm90()
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
-@pytest.mark.parametrize("config", EVERY, ids=str)
-def test_every_configuration(config: CudaConfig, tokens: int) -> None:
-    weights = random_experts(hidden=336, intermediate=272, experts=7, bias=True)
-    on_gpu(weights, *random_call(tokens, 336, 7, 3, torch.bfloat16), config=config, activation=GPT_OSS)
-
-
-@pytest.mark.parametrize("config", EVERY, ids=str)
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "gated", "top_k"),
-    [(2880, 720, True, 4), (1024, 2688, False, 22), (192, 336, True, 1), (16, 16, False, 1)],
-)
-def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:
-    weights = same_experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
-    on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
-
-
-@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128", "int4_g32_zp", "int4_g128_zp"])
-@pytest.mark.parametrize("config", EVERY, ids=str)
-def test_other_formats(config: CudaConfig, format: str) -> None:
-    for tokens in (3, 200):
-        weights = random_experts(format, hidden=336, intermediate=208, experts=4, bias=True)
-        on_gpu(weights, *random_call(tokens, 336, 4, 3, torch.bfloat16), config=config)
 
 
 def test_x_that_is_not_aligned_and_a_thread_that_is_new() -> None:
@@ -89,12 +59,6 @@ def test_activations(tokens: int, activation: Any, weight_on: str) -> None:
     on_gpu(weights, *call, activation=activation, weight_on=weight_on)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [9, 200])
-def test_dtypes_of_x(tokens: int, dtype: torch.dtype) -> None:
-    on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
-
-
 @pytest.mark.parametrize("config", [EVERY[0], EVERY[3]], ids=str)
 def test_ids_of_others_are_never_read(config: CudaConfig) -> None:
     weights = random_experts(bias=True)
@@ -113,38 +77,12 @@ def test_one_expert_with_all_and_one_with_none(tokens: int) -> None:
         on_gpu(weights, x, Routing(torch.full_like(routing.topk_ids_TA, 299), routing.topk_weights_TA), config=config)
 
 
-@pytest.mark.parametrize("config", EVERY, ids=str)
-def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
-    """Registers of asynchronous products written too early, a barrier too few: they show in some run of many."""
-    weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
-    problem = problem_of(weights)
-    packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
-    x, routing = random_call(300, 1024, 4, dtype=torch.bfloat16)  # experts of 128 rows and a few
-    expected = run_experts(problem, weights, x, routing)
-    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
-    outs = [torch.empty_like(x) for _ in range(2)]
-    Cuda().bind(problem, packed).run(CallArguments(x, *there, outs[0]), config)
-    assert relative_error(outs[0].cpu(), expected) < TOLERANCE
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        Cuda().bind(problem, packed).run(CallArguments(x, *there, outs[1]), config)
-        wrong += (outs[0] != outs[1]).any()
-    assert int(wrong) == 0
-
-
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "int4_g128_zp"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "int4_g128_zp", "mxfp8"])
 def test_packing_on_the_gpu_is_packing_on_the_cpu(format: str) -> None:
+    layout = LAYOUTS["w8a16_fragments" if format == "mxfp8" else "w4a16_fragments"]
     for hidden, intermediate in ((336, 208), (1024, 512)):
         weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
-        there, here = (LAYOUTS["w4a16_fragments"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
+        there, here = (layout.pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
         assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
-        for got, expected in zip(LAYOUTS["w4a16_fragments"].unpack(there), weights, strict=True):
-            assert torch.equal(got.up.codes.cpu(), expected.up.codes)
-
-
-def test_captured_graph_follows_new_routings() -> None:
-    weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
-    problem = problem_of(weights)
-    experts = FusedExperts.pack(problem, weights, PlanRequest(Machine.of("cuda"), "mixed", "cuda", TABLE, LAYOUTS))
-    for tokens in (3, 200):
-        captured_follows_new_rows(experts, weights, tokens, replays=5)
+        for got, expected in zip(layout.unpack(there), weights, strict=True):
+            assert torch.equal(got.up.codes.cpu().view(torch.uint8), expected.up.codes.view(torch.uint8))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
@@ -18,10 +18,8 @@ from polymoe.kernels.cuda.launch import shape
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, PermutationArgs, QuantizePermutedArgs, dtype_number
 from polymoe.kernels.cuda.launch.shape import BUFFERS, FEW_ROWS, permutation_words, sorting_ctas, tokens_per_cta
 from polymoe.kernels.cuda.launch.steps import PERMUTATION
-from polymoe.kernels.cuda.spec import BF16, KERNEL_FAMILIES, W4A16_WGMMA
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.machine import Machine
-from polymoe.problem.activations import Activation, GeGLU, SwiGLU
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
@@ -76,18 +74,6 @@ def emulate(
     return made
 
 
-@pytest.mark.parametrize("config", [MMA, ORDERED, *WGMMA, *NARROW], ids=str)
-@pytest.mark.parametrize("gated", [True, False])
-def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
-    """K of five blocks and a k_tail, three tiles of 16 rows of weights, experts with more rows than a work tile holds,
-    ids of other ranks."""
-    weights = random_experts(hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True)
-    x, routing = random_call(60, 336, 5, 3, torch.bfloat16)
-    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
-    routing.topk_weights_TA[0, 0] = float("nan")
-    emulate(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
-
-
 @pytest.mark.parametrize("config", [*WGMMA[:4], NARROW[0]], ids=str)
 def test_copied_rows_are_those_that_are_gathered(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
@@ -112,7 +98,7 @@ def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: 
     emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
 
 
-@formats("int4_g128_zp", slow=("int4_g32_zp",))
+@formats(slow=("int4_g128_zp", "int4_g32_zp"))
 @pytest.mark.parametrize("config", [MMA, ORDERED, *WGMMA], ids=str)
 def test_zero_points(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     """In kernels that have offsets beside the scales."""
@@ -151,56 +137,6 @@ def test_ordered_sums_are_those_of_wgmma(
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("rows", BF16.tiles)
-def test_bf16(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
-    """K of whole blocks and a k_tail, blocks of fewer than 64 rows of weights, experts with more rows than a work tile
-    holds, ids of other ranks."""
-    weights = random_experts("bf16", hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True, experts=2)
-    x, routing = random_call(rows + 20, 336, 2, 2, torch.bfloat16)
-    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
-    routing.topk_weights_TA[0, 0] = float("nan")
-    weight_on = "input" if gated else "output"
-    emulate(monkeypatch, libraries("bf16"), weights, x, routing, CudaConfig("bf16", rows), weight_on=weight_on)
-
-
-@pytest.mark.parametrize("rows", BF16.tiles)
-@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1152, 128, 2)])
-def test_sizes_of_bf16(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
-) -> None:
-    weights = random_experts("bf16", hidden=hidden, intermediate=intermediate, experts=3)
-    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
-    emulate(monkeypatch, libraries("bf16"), weights, *call, CudaConfig("bf16", rows), blocks=5)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 256, 2), (80, 592, 2)]
-)
-@pytest.mark.parametrize("config", [MMA, ORDERED, *WGMMA], ids=str)
-def test_sizes(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, top_k: int
-) -> None:
-    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=3)
-    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
-    emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
-
-
-@formats("mxfp4", "bf16", slow=("nvfp4", "int4_g32", "int4_g128"))
-def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
-    """In every width of kernels for many rows, alone and among others, on any number of SMs: bitwise identical."""
-    weights = random_experts(format, hidden=272, intermediate=208, bias=True)
-    x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
-    configs = WGMMA if format != "bf16" else [CudaConfig("bf16", rows) for rows in BF16.tiles]
-    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
-    assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
-    for config in configs:
-        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
-            part = Routing(*(values[some] for values in routing))
-            out, _ = run_emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
-            assert torch.equal(out, whole[some]), (config, some)
-
-
 @formats("mxfp4", "nvfp4", "int4_g32")
 def test_a_row_does_not_depend_on_its_work_tile(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
     """Bitwise, in one kernel: which of an expert's rows share a work tile depends on timing. One, or as many as fit."""
@@ -215,27 +151,6 @@ def test_a_row_does_not_depend_on_its_work_tile(monkeypatch: pytest.MonkeyPatch,
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 MOST = 5e-3
 """Largest relative error against the reference that rounds x and h alike."""
-
-
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 384), (192, 320), (448, 64)])
-@pytest.mark.parametrize("config", W4A8, ids=str)
-def test_rows_in_e4m3(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, coarse: bool
-) -> None:
-    """Whole tiles of 128 columns and halves, more rows an expert than an item takes, rows of zeros, ids of others."""
-    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=2, bias=True)
-    x, routing = random_call(config.block_m + 20, hidden, 2, 2, torch.bfloat16)
-    x[4], x[5, :128] = 0, 0
-    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
-    routing.topk_weights_TA[0, 0] = float("nan")
-    made = emulate(
-        monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
-        activation=GPT_OSS, most=MOST, **E4M3,
-    )  # fmt: skip
-    launched = [config.block_m, *([config.narrow_m] if config.narrow_m else [])]
-    gemms = [f"w4a8_{part}_m{block_m}" for part in ("gate_up", "down") for block_m in launched]
-    assert made == ["permutation_one_cta", "quantize_permuted", *gemms, "finalize_many_bf16"]
 
 
 @pytest.mark.parametrize("config", W4A8, ids=str)
@@ -263,46 +178,6 @@ def test_rows_in_e4m3_beside_scales_of_every_size(
     call = random_call(config.block_m, 448, 2, 2, torch.bfloat16)
     weights = ExpertWeights(plain.spec, read)
     emulate(monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, most=MOST, **E4M3)
-
-
-@pytest.mark.parametrize("activation", [GeGLU(), GeGLU("tanh"), SwiGLU(limit=1.0)], ids=str)
-@pytest.mark.parametrize("config", W4A8, ids=str)
-def test_rows_in_e4m3_through_other_activations(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, activation: Activation
-) -> None:
-    """Few rows of many experts, of which each token takes 22; x in float16 and float32."""
-    weights = random_experts(hidden=128, intermediate=192, experts=24)
-    for dtype in (torch.float16, torch.float32):
-        call = random_call(3, 128, 24, 22, dtype)
-        emulate(
-            monkeypatch,
-            libraries("mxfp4", "fp8_group128"),
-            weights,
-            *call,
-            config,
-            blocks=5,
-            activation=activation,
-            most=MOST,
-            **E4M3,
-        )
-
-
-@pytest.mark.parametrize("coarse", [False, True])
-def test_a_token_in_e4m3_does_not_depend_on_its_batch(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool
-) -> None:
-    """As above, with the kernels that the backend takes where it must not."""
-    weights = random_experts(hidden=320, intermediate=192, bias=True)
-    x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
-    units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
-    configs = [c for c in Cuda().tuning_configs(problem, Machine.of("h200"), 60) if isinstance(c, CudaConfig)]
-    assert set(W4A8) <= set(configs)
-    whole, _ = run_emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
-    for config in configs:
-        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
-            part = Routing(*(values[some] for values in routing))
-            out, _ = run_emulated(monkeypatch, units, weights, x[some], part, config, 2, coarse, **E4M3)
-            assert torch.equal(out, whole[some]), (config, some)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -427,17 +302,6 @@ def parts_of_tile(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch
     return codes.view(blocks, -1, 8, 16), scales.view(blocks, -1, 4)
 
 
-@pytest.mark.parametrize("config", [MMA, WGMMA[0]], ids=str)
-@pytest.mark.parametrize("tokens", [1, 10, 40])
-def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, tokens: int) -> None:
-    """Zeros; and no kernel ends without having waited for the one ahead of it."""
-    weights = random_experts(gated=False)
-    x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
-    made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
-    few = "w4a16_mma_up_m8_n64" if config == MMA else "permutation_one_warp"
-    assert made[0] == (few if tokens * 2 <= 32 else "permutation_one_cta")
-
-
 @pytest.mark.parametrize(("first_expert", "dtype"), [(0, torch.int64), (2, torch.int32)])
 def test_few_rows_sorted_by_gemms(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, first_expert: int, dtype: torch.dtype
@@ -511,7 +375,3 @@ def test_permutation(
     assert sorted(seen) == [i for i, mine in enumerate(local) if mine]
     if inverse:
         assert (found["expanded_to_permuted"][~torch.tensor(local), 0] == -1).all()
-
-
-def replace_ids(routing: Routing, value: int) -> Routing:
-    return Routing(torch.full_like(routing.topk_ids_TA, value), routing.topk_weights_TA)

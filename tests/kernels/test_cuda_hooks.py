@@ -39,14 +39,19 @@ def _hooked(unit: str) -> object:
 @pytest.mark.parametrize(
     ("format", "mode", "config"),
     [
-        ("mxfp4", "16bit", CudaConfig("w4a16_mma", 8, 64)),
-        ("mxfp4", "16bit", CudaConfig("w4a16_wgmma", 64)),
-        ("mxfp4", "fp8_group128", CudaConfig("w4a8", 32)),
-        ("mxfp4", "fp8_token", CudaConfig("w4a8_rows", 32)),
-        ("fp8_block128", "fp8_group128", CudaConfig("w8a8", 160)),
-        ("fp8_block128", "fp8_group128", CudaConfig("w8a8_f16", 32)),
-        ("fp8_block128", "fp8_group128", CudaConfig("w8a8_mma", 8)),
-        ("bf16", "16bit", CudaConfig("bf16", 32)),
+        ("mxfp4", "16bit", CudaConfig("w4a16_mma", 8, 64)),  # epilogue/row_sums.cuh
+        ("fp8_block128", "fp8_group128", CudaConfig("w8a8", 160)),  # epilogue/rows.cuh, as all below but the last
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                ("mxfp4", "16bit", CudaConfig("w4a16_wgmma", 64)),
+                ("mxfp4", "fp8_group128", CudaConfig("w4a8", 32)),
+                ("mxfp4", "fp8_token", CudaConfig("w4a8_rows", 32)),
+                ("fp8_block128", "fp8_group128", CudaConfig("w8a8_f16", 32)),
+                ("bf16", "16bit", CudaConfig("bf16", 32)),
+                ("fp8_block128", "fp8_group128", CudaConfig("w8a8_mma", 8)),
+            )
+        ),
     ],
     ids=str,
 )

@@ -30,7 +30,6 @@ from support.cuda_targets import TEST_TARGETS
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 SM120 = TARGETS["sm120"]
-OTHERS = [target for target in TARGETS.values() if target is not SM90]
 
 
 @cache
@@ -127,17 +126,22 @@ def test_many_rows_by_mma(monkeypatch: pytest.MonkeyPatch, format: str, gated: b
     assert relative_error(out, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
+OUTSIDE_LOOPS = {"w4a16_wgmma_gate_up_m32", "w4a16_wgmma_down_m32", "w8a8_gate_up_tiles_m160"}
+"""Kernels for SM90 that keep eight bytes on the stack, in some formats: not where they multiply."""
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
 def test_registers_and_shared_memory(target: Target) -> None:
-    """Nothing spills, all warps have their registers, and static shared memory is within what the table sets aside."""
+    """Nothing spills in loops. Off SM90, all warps have their registers, and static shared memory is within
+    what the table sets aside."""
     dump = instructions().dump  # skips where there is no disassembler
     for unit in target.units:
         usage = dump("-res-usage", unit, target)
         found = re.findall(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
         assert found
         for name, registers, stack, shared in found:
-            assert int(stack) == 0, name
-            if unit.startswith(("w4a16_mma", "w8a16_mma")):
+            assert int(stack) <= (8 if target is SM90 and name in OUTSIDE_LOOPS else 0), name
+            if target is not SM90 and unit.startswith(("w4a16_mma", "w8a16_mma")):
                 threads = 384 if "_mma_tiled_" in unit else 576
                 assert int(registers) <= 65536 // threads // 8 * 8, name
                 assert int(shared) <= STATIC_BYTES, name
