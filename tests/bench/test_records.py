@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +35,6 @@ def test_records_from_before_they_said_their_kernels_are_read(tmp_path: Path) ->
     old = {name: value for name, value in ONE.to_dict().items() if name not in ("family", "config")}
     (tmp_path / "r.jsonl").write_text(json.dumps(old))
     assert read(tmp_path / "r.jsonl") == [ONE]
-
-
-def test_many_writers_keep_their_lines_whole(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda t: append(path, replace(ONE, tokens=t)), range(200)))
-    assert sorted(r.tokens for r in read(path)) == list(range(200))
 
 
 def test_a_backend_that_was_renamed_has_its_new_name(tmp_path: Path) -> None:

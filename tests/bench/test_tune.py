@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from polymoe.machine import Machine
 from polymoe.planning.table_files import read
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Accepted, Reason, Rejected, Verdict
-from support.forked import exit_codes
 from support.runners import Followed
 from support.tiny import CPU, STAMP, TINY
 
@@ -316,14 +314,6 @@ def test_a_corrupt_table_is_kept_aside_and_made_anew(file: Path) -> None:
         f"ignored: {file}, line 1: expected a row as JSON, got {{]",
         f"{file} was not a table of measured times: kept as {file}.corrupt-1",
     ]
-
-
-def test_two_at_once_lose_nothing(file: Path) -> None:
-    def measure(*counts: int) -> None:
-        list(tune(Knobs(), file).outcomes(counts))
-
-    assert exit_codes(partial(measure, 1, 3, 5, 7), partial(measure, 2, 4, 6, 8)) == [0, 0]
-    assert [r.tokens for r in read(file)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 class Recorded(CompileAhead):

@@ -134,13 +134,6 @@ def test_a_directory_without_config(single: Path) -> None:
         CheckpointFiles.open(single)
 
 
-def test_a_directory_in_the_config_s_place(single: Path) -> None:
-    (single / "config.json").unlink()
-    (single / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="expected a regular file, got a directory"):
-        CheckpointFiles.open(single)
-
-
 def test_a_path_that_cannot_be_looked_up() -> None:
     with pytest.raises(CheckpointError, match="got File name too long"):
         CheckpointFiles.open("x" * 5000)

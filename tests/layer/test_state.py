@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -25,7 +24,6 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.activations import SwiGLU
-from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from support.problems import plain_experts, problem_of, random_call, random_experts, torn, with_input_scales
@@ -61,16 +59,6 @@ def in_layout(weights: ExpertWeights, layout: str) -> FusedExperts:
 
 class TestUpdateFromItself:
     """The new experts are read from the tensors that they are to replace."""
-
-    @pytest.mark.parametrize("check", [False, True])
-    @pytest.mark.parametrize("backend", ["torch", "reference"])
-    def test_experts_in_another_order(self, call: Call, backend: str, check: bool) -> None:
-        weights = random_experts()
-        experts = layer(weights, backend=backend)
-        addresses = [b.data_ptr() for b in experts.buffers()]
-        experts.update(permuted(experts.weights), check=check)
-        assert relative_error(experts(*call), expected(permuted(weights), call)) < 1e-6
-        assert [b.data_ptr() for b in experts.buffers()] == addresses
 
     @pytest.mark.parametrize("name", ["natural", "dequantized", "w4a16_fragments"])
     def test_every_way_to_read_them(self, name: str) -> None:
@@ -141,23 +129,6 @@ def test_no_layout_makes_tensors_that_gradients_or_inference_mode_hold(name: str
     with torch.inference_mode():
         packed = LAYOUTS[name].pack(weights, torch.device("cpu"))
     assert not any(t.is_inference() or t.requires_grad for t in packed.tensors.values())
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize(
-    "change",
-    [lambda e: e, copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e)), lambda e: e.to("cpu")],
-    ids=["made", "copy", "deepcopy", "pickle", "to"],
-)
-def test_a_layer_of_inference_mode_is_updated_outside_it(backend: str, change: Any, call: Call) -> None:
-    with torch.inference_mode():
-        experts = change(layer(backend=backend))
-    assert not any(b.is_inference() for b in experts.buffers())
-    experts.update(random_experts(seed=5))
-    assert torch.equal(experts(*call), layer(random_experts(seed=5), backend=backend)(*call))
-    with torch.inference_mode():
-        experts.update(random_experts())
-    assert torch.equal(experts(*call), layer(backend=backend)(*call))
 
 
 def compiled(experts: FusedExperts, backend: str = "eager") -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedProblem
@@ -33,7 +33,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from polymoe.checkpoint.architectures.config import neutral
 from polymoe.engines.transformers import PackedExperts, load
 from support.family_checkpoints import stored_nbytes
-from support.packed_model import CHECKPOINT, HELDOUT, batch, dequantized, experts_of
+from support.packed_model import CHECKPOINT, batch, dequantized, experts_of
 
 
 @pytest.fixture(scope="module")
@@ -44,58 +44,12 @@ def packed_fp32() -> tuple[Any, Any]:
 # --- The packed model computes what the dequantized one does --------------------------------------------------------
 
 
-def test_logits_agree_in_float32(packed_fp32: tuple[Any, Any]) -> None:
-    model, tokenizer = packed_fp32
-    inputs = batch(tokenizer)
-    with torch.inference_mode():
-        expected = dequantized(torch.float32)(**inputs).logits
-        got = model(**inputs).logits
-    assert expected.abs().max() > 1  # logits near zero would agree with anything
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-
-
-def test_each_experts_module_agrees_in_bfloat16(packed: tuple[Any, Any]) -> None:
-    model, tokenizer = packed
-    reference = dequantized(torch.bfloat16)
-    recorded: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
-    for name, module in reference.named_modules():
-        if type(module).__name__ == "GptOssExperts":
-            module.register_forward_hook(lambda _, args, out, name=name: recorded.update({name: (args, out)}))
-    with torch.inference_mode():
-        reference(**batch(tokenizer))
-        errors = {name: relative_error(model.get_submodule(name)(*args), out) for name, (args, out) in recorded.items()}
-    assert len(errors) == 4
-    assert max(errors.values()) <= 6e-3, errors
-
-
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
 def test_generates_the_same_tokens_in_batches(packed_fp32: tuple[Any, Any], options: dict[str, Any]) -> None:
     model, tokenizer = packed_fp32
     inputs = batch(tokenizer)
     expected = dequantized(torch.float32).generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options), expected)
-
-
-def test_answers_sums(packed: tuple[Any, Any]) -> None:
-    model, tokenizer = packed
-    inputs = batch(tokenizer, rows=100)
-    with torch.inference_mode():
-        answers = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    assert sum(text == row["answer"] for text, row in zip(texts, HELDOUT, strict=False)) >= 97
-
-
-def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    shard = path / index["weight_map"].pop(name)
-    tensors = load_file(shard)
-    del tensors[name]
-    save_file(tensors, shard, metadata={"format": "pt"})
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        load(path, device="cpu")
 
 
 def test_a_config_that_save_pretrained_wrote_has_infinities(tmp_path: Path) -> None:
@@ -122,23 +76,9 @@ def test_only_infinities_are_read_as_numbers(written: dict[str, Any], read: Any)
     assert neutral({"a": {"b": written}, "c": [[written]]}) == {"a": {"b": read}, "c": [[read]]}
 
 
-def test_a_shard_that_is_missing(tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
-    (path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        load(path, device="cpu")
-
-
 def test_a_file_is_no_model() -> None:
     with pytest.raises(CheckpointError, match="expected a directory or a Hub id"):
         load(CHECKPOINT / "config.json", device="cpu")
-
-
-def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
-    (path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load(path, device="cpu")
 
 
 # --- What was loaded, and how ---------------------------------------------------------------------------------------
