@@ -132,7 +132,9 @@ class TestConfigure:
         assert widths == [8, 8, 16, 32, 64, 128]
 
     @pytest.mark.parametrize("format", FORMATS)
-    @pytest.mark.parametrize("gpu", [name for name, d in DEVICES.items() if d.kind == "cuda"])
+    @pytest.mark.parametrize(
+        "gpu", {(d.sm, d.shared_memory_bytes): name for name, d in DEVICES.items() if d.kind == "cuda"}.values()
+    )
     def test_pipelines_fit_into_shared_memory(self, gpu: str, format: str) -> None:
         for tokens in (1, 64, 512, 1024, 4096, 65536):
             config = Triton().configure(seed_problem(format), machine(gpu), tokens)

@@ -16,7 +16,8 @@ from polymoe.errors import PlanError
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
 
-GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]
+GPUS = list({(d.sm, d.shared_memory_bytes): name for name, d in DEVICES.items() if d.kind == "cuda"}.values())
+"""One of each kind."""
 
 
 def of(gpu: str) -> Machine:

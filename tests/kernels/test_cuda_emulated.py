@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.backends.reference import emulate_activations
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch import shape
@@ -20,19 +17,19 @@ from polymoe.kernels.cuda.launch.shape import BUFFERS, FEW_ROWS, permutation_wor
 from polymoe.kernels.cuda.launch.steps import PERMUTATION
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import Emulator, compile_unit
-from support.problems import GPT_OSS, problem_of, random_call, random_experts
+from support.cuda_emulator import Emulator
+from support.cuda_families import KERNELS, Kernels, emulated, libraries, library
+from support.problems import GPT_OSS, random_call, random_experts
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+pytestmark = emulated
 MMA = CudaConfig("w4a16_mma", 8, 64)
 WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
 ORDERED = CudaConfig("w4a16_mma_ordered", 8, 64)
-NARROW = [CudaConfig("w4a16_wgmma", 128, narrow_m=narrow_m) for narrow_m in (32, 64)]
-W4A8 = [*(CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)), CudaConfig("w4a8", 128, narrow_m=32)]
+NARROW = CudaConfig("w4a16_wgmma", 128, narrow_m=32)
+W4A8 = KERNELS["w4a8"]
 
 
 def formats(*quick: str, slow: tuple[str, ...] = ("int4_g128",)) -> pytest.MarkDecorator:
@@ -40,87 +37,66 @@ def formats(*quick: str, slow: tuple[str, ...] = ("int4_g128",)) -> pytest.MarkD
     return pytest.mark.parametrize("format", [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)])
 
 
-@pytest.fixture(scope="module")
-def libraries() -> Any:
-    """Units by name, compiled when they are asked for."""
-    found: dict[str, ctypes.CDLL] = {}
-
-    def by_unit(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
-        kinds = ["bf16"] if format == "bf16" else ["w4a16_mma", "w4a16_mma_ordered", "w4a16_wgmma"]
-        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["quantize", f"w4a8_{format}"]
-        for unit in ("permute", "finalize", *units):
-            found[unit] = found.get(unit) or compile_unit(unit)
-        return found
-
-    return by_unit
+def in_format(format: str) -> Kernels:
+    return replace(KERNELS["w4a16"], format=format)
 
 
-def emulate(
-    monkeypatch: pytest.MonkeyPatch,
-    libraries: dict[str, ctypes.CDLL],
-    weights: ExpertWeights,
-    x: torch.Tensor,
-    routing: Routing,
-    config: CudaConfig,
-    blocks: int = 3,
-    coarse: bool = False,
-    most: float = TOLERANCE,
-    **kwargs: Any,
-) -> list[str]:
-    """Compare with the reference on a GPU of ``blocks`` SMs; returns the kernels launched."""
-    out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
-    expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
-    assert relative_error(out, expected) < most or (not expected.any() and not out.any())
-    return made
-
-
-@pytest.mark.parametrize("config", [*WGMMA[:4], NARROW[0]], ids=str)
-def test_copied_rows_are_those_that_are_gathered(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
-) -> None:
+@pytest.mark.parametrize("config", [*WGMMA[:4], NARROW], ids=str)
+def test_copied_rows_are_those_that_are_gathered(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
     """To the bit: where gate and up have many tiles, a launch copies x for them."""
     weights = random_experts(hidden=336, intermediate=208)
     call, outs = random_call(60, 336, 5, 3, torch.bfloat16), []
     for most_gathered_n in (416, 415):
         gathers = dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n)
         monkeypatch.setitem(KERNEL_FAMILIES, config.family, replace(W4A16_WGMMA, gathers=gathers))
-        out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, *call, config)
+        out, made = run_emulated(monkeypatch, libraries(config, "mxfp4"), weights, *call, config)
         assert ("permute_x" in made) == (most_gathered_n == 415)
         outs.append(out)
     assert torch.equal(*outs)
 
 
-@formats("nvfp4", "int4_g32")
-@pytest.mark.parametrize("config", [MMA, ORDERED, *WGMMA], ids=str)
-def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
+@pytest.mark.parametrize(
+    ("format", "config"),
+    [
+        ("nvfp4", MMA),
+        *(("int4_g32", config) for config in WGMMA),
+        *(
+            pytest.param(format, config, marks=pytest.mark.slow)
+            for format, configs in (
+                ("nvfp4", [ORDERED, *WGMMA]), ("int4_g32", [MMA, ORDERED]), ("int4_g128", [MMA, ORDERED, *WGMMA]),
+            )
+            for config in configs
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_formats(monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig) -> None:
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
     call = random_call(30, 336, 5, 3, torch.float16)
-    emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
+    in_format(format).compare(monkeypatch, config, weights, *call, activation=GPT_OSS, weight_on="input")
 
 
 @formats(slow=("int4_g128_zp", "int4_g32_zp"))
 @pytest.mark.parametrize("config", [MMA, ORDERED, *WGMMA], ids=str)
-def test_zero_points(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
+def test_zero_points(monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig) -> None:
     """In kernels that have offsets beside the scales."""
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
-    emulate(monkeypatch, libraries(format), weights, *random_call(30, 336, 5, 3, torch.bfloat16), config)
+    in_format(format).compare(monkeypatch, config, weights, *random_call(30, 336, 5, 3, torch.bfloat16))
 
 
-@pytest.mark.parametrize("config", [MMA, WGMMA[0]], ids=str)
-def test_scales_in_float16(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig) -> None:
+def test_scales_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = replace(FORMATS["int4_g32"].encoding, scale_dtype="float16")
     weights = random_experts(format_of(encoding), hidden=336, intermediate=208)
-    emulate(monkeypatch, libraries("int4_g32"), weights, *random_call(30, 336, 5, 3, torch.bfloat16), config)
+    in_format("int4_g32").compare(monkeypatch, WGMMA[0], weights, *random_call(30, 336, 5, 3, torch.bfloat16))
 
 
-@formats("mxfp4", "int4_g32", slow=("nvfp4", "int4_g128", "int4_g128_zp"))
+@formats("mxfp4", slow=("nvfp4", "int4_g32", "int4_g128", "int4_g128_zp"))
 @pytest.mark.parametrize(
     ("gated", "tokens", "intermediate", "weight_on"),
     [(True, 10, 208, "input"), (True, 10, 400, "output"), (False, 30, 592, "output")],
 )
 def test_ordered_sums_are_those_of_wgmma(
     monkeypatch: pytest.MonkeyPatch,
-    libraries: Any,
     format: str,
     gated: bool,
     tokens: int,
@@ -131,32 +107,25 @@ def test_ordered_sums_are_those_of_wgmma(
     weights = random_experts(format, experts=3, hidden=592, intermediate=intermediate, gated=gated, bias=True)
     call = random_call(tokens, 592, 3, 2, torch.bfloat16)
     outs = [
-        run_emulated(monkeypatch, libraries(format), weights, *call, config, aligned=True, weight_on=weight_on)[0]
-        for config in (ORDERED, WGMMA[0])
+        run_emulated(monkeypatch, libraries(c, format), weights, *call, c, aligned=True, weight_on=weight_on)[0]
+        for c in (ORDERED, WGMMA[0])
     ]
     assert torch.equal(*outs)
 
 
-@formats("mxfp4", "nvfp4", "int4_g32")
-def test_a_row_does_not_depend_on_its_work_tile(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
+@formats("mxfp4", "nvfp4", slow=("int4_g32", "int4_g128"))
+def test_a_row_does_not_depend_on_its_work_tile(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     """Bitwise, in one kernel: which of an expert's rows share a work tile depends on timing. One, or as many as fit."""
     weights = random_experts(format, hidden=272, intermediate=208, experts=2)
     x, routing = random_call(MMA.block_m, 272, 2, 2, torch.bfloat16)
-    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, MMA)
+    whole, _ = run_emulated(monkeypatch, libraries(MMA, format), weights, x, routing, MMA)
     first = Routing(*(values[:1] for values in routing))
-    out, _ = run_emulated(monkeypatch, libraries(format), weights, x[:1], first, MMA)
+    out, _ = run_emulated(monkeypatch, libraries(MMA, format), weights, x[:1], first, MMA)
     assert torch.equal(out, whole[:1])
 
 
-E4M3: dict[str, Any] = {"activations": "fp8_group128"}
-MOST = 5e-3
-"""Largest relative error against the reference that rounds x and h alike."""
-
-
-@pytest.mark.parametrize("config", W4A8, ids=str)
-def test_rows_in_e4m3_beside_scales_of_every_size(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
-) -> None:
+@pytest.mark.parametrize("config", W4A8.configs, ids=str)
+def test_rows_in_e4m3_beside_scales_of_every_size(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
     """Of a row by up to 2**14; groups of zeros, whose scales may be any, and rows of them."""
     plain = random_experts(hidden=448, intermediate=320, experts=2)
 
@@ -177,17 +146,15 @@ def test_rows_in_e4m3_beside_scales_of_every_size(
 
     call = random_call(config.block_m, 448, 2, 2, torch.bfloat16)
     weights = ExpertWeights(plain.spec, read)
-    emulate(monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, most=MOST, **E4M3)
+    W4A8.compare(monkeypatch, config, weights, *call, activations="fp8_group128")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("tokens", "hidden", "top_k"), [(60, 192, 3), (3, 64, 34), (2, 4224, 1)])
-def test_quantize(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
-) -> None:
+def test_quantize(monkeypatch: pytest.MonkeyPatch, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
     """Bitwise the reference's values, each in its place; beyond the last column they are zeros, and nothing else is
     written."""
-    monkeypatch.setattr(modules, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
+    monkeypatch.setattr(modules, "kernel", Emulator({unit: library(unit) for unit in ("permute", "quantize")}, []))
     x, routing = random_call(tokens, hidden, 5, top_k, dtype)
     x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
     x[0, : hidden // 2], x[1] = 0, 0
@@ -230,7 +197,7 @@ def test_weighted_sums_of_many_tokens_are_those_of_few(
     where[there, 0] = torch.randperm(rows, generator=generator)[: int(there.sum())].int()
     weights = torch.randn(rows, generator=generator).where(there, torch.tensor(float("nan")))
     y[torch.isin(torch.arange(rows), where[there, 0], invert=True)] = float("nan")
-    monkeypatch.setattr(modules, "kernel", Emulator({"finalize": compile_unit("finalize")}, []))
+    monkeypatch.setattr(modules, "kernel", Emulator({"finalize": library("finalize")}, []))
     outs = []
     for name, each in (("finalize_bf16", 1), ("finalize_many_bf16", 32 // top_k), ("finalize_many_bf16", 2)):
         out = torch.full((tokens, columns), float("nan"), dtype=dtype)
@@ -303,9 +270,7 @@ def parts_of_tile(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize(("first_expert", "dtype"), [(0, torch.int64), (2, torch.int32)])
-def test_few_rows_sorted_by_gemms(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, first_expert: int, dtype: torch.dtype
-) -> None:
+def test_few_rows_sorted_by_gemms(monkeypatch: pytest.MonkeyPatch, first_expert: int, dtype: torch.dtype) -> None:
     """The bits of a call with a launch for the permutation. One expert has several work tiles, some are elsewhere."""
     weights = random_experts(experts=4)
     if first_expert:
@@ -318,7 +283,7 @@ def test_few_rows_sorted_by_gemms(
     outs = []
     for few in (FEW_ROWS, 0):
         monkeypatch.setattr(shape, "FEW_ROWS", few)
-        out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, x, routing, MMA)
+        out, made = run_emulated(monkeypatch, libraries(MMA, "mxfp4"), weights, x, routing, MMA)
         assert ("permutation_one_cta" in made) == (few == 0), made
         outs.append(out)
     assert torch.equal(*outs)
@@ -329,13 +294,11 @@ def test_few_rows_sorted_by_gemms(
 @pytest.mark.parametrize(
     ("block", "narrow", "even"), [(8, 0, False), (12, 0, False), (128, 0, False), (128, 32, False), (128, 0, True)]
 )
-def test_permutation(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int, narrow: int, even: bool
-) -> None:
+def test_permutation(monkeypatch: pytest.MonkeyPatch, tokens: int, block: int, narrow: int, even: bool) -> None:
     """Every local row once, in work tiles of one expert each, in order, padded to multiples of eight rows. Tiles with
     up to ``narrow`` rows have a list of their own, and CTAs by what wide ones cost beside them. Even tiles are as few
     as others, and differ by what a multiple of 16 rows leaves to the last one."""
-    emulator = Emulator(libraries("mxfp4"), [])
+    emulator = Emulator({"permute": library("permute")}, [])
     monkeypatch.setattr(modules, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)

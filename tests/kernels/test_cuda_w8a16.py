@@ -22,41 +22,12 @@ from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 MMA = CudaConfig("w8a16_mma", 8, 64)
-WGMMA = [
-    *(CudaConfig("w8a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w8a16_wgmma", 32, 0, 64),
-    CudaConfig("w8a16_wgmma", 128, narrow_m=32),
-]  # fmt: skip
 TILED = CudaConfig("w8a16_mma_tiled", 96)
 library = cache(compile_unit)
 
 
 def libraries(family: str, target: Target) -> dict[str, ctypes.CDLL]:
     return {unit: library(unit, target) for unit in ("permute", "finalize", f"{family}_mxfp8")}
-
-
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "gated", "config"),
-    [
-        *((336, 208, True, config) for config in (MMA, WGMMA[0], WGMMA[3])),
-        *(pytest.param(336, 304, False, config, marks=pytest.mark.slow) for config in [MMA, *WGMMA]),
-        *(pytest.param(16, 16, True, config, marks=pytest.mark.slow) for config in [MMA, *WGMMA]),
-        *(pytest.param(96, 592, True, config, marks=pytest.mark.slow) for config in [MMA, *WGMMA]),
-        *(pytest.param(1040, 160, True, config, marks=pytest.mark.slow) for config in [MMA, *WGMMA]),
-    ],
-    ids=str,
-)
-def test_every_configuration(
-    monkeypatch: pytest.MonkeyPatch, hidden: int, intermediate: int, gated: bool, config: CudaConfig
-) -> None:
-    """K of whole stages, blocks and a k_tail, fewer than 64 rows of weights, work tiles that are full, other ids."""
-    weights = random_experts("mxfp8", hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
-    x, routing = random_call(60, hidden, 5, 3, torch.bfloat16)
-    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
-    routing.topk_weights_TA[0, 0] = float("nan")
-    options = {"activation": GPT_OSS, "weight_on": "input"} if gated else {}
-    target = TARGETS["sm90"]
-    out, _ = run_emulated(monkeypatch, libraries(config.family, target), weights, x, routing, config, **options)
-    assert relative_error(out, run_experts(problem_of(weights, **options), weights, x, routing)) < TOLERANCE
 
 
 def test_other_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

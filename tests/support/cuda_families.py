@@ -94,6 +94,14 @@ KERNELS = {
         ],
         format="mxfp4", modes=["16bit"], hidden=336, intermediate=272, sizes=MMA_SIZES, most_tokens=60,
     ),
+    "w8a16": Kernels(
+        configs=[
+            CudaConfig("w8a16_mma", 8, 64), CudaConfig("w8a16_wgmma", 32), CudaConfig("w8a16_wgmma", 256),
+            CudaConfig("w8a16_wgmma", 32, 0, 64), CudaConfig("w8a16_wgmma", 128, narrow_m=32),
+        ],
+        format="mxfp8", modes=["16bit"], hidden=336, intermediate=208, most_tokens=60,
+        sizes=[(16, 16, 1), (96, 592, 22), (1040, 160, 2)],
+    ),
     "bf16": Kernels(
         configs=configs(spec.BF16), format="bf16", modes=["16bit"], hidden=336, intermediate=272,
         sizes=[(16, 16, 1), (192, 176, 22), (1152, 128, 2)],
