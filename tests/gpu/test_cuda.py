@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ import torch
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS
-from polymoe.problem.activations import GeGLU, ReLU2
 from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.cuda_calls import need_sm90, on_gpu, same_experts
-from support.problems import GPT_OSS, problem_of, random_call, random_experts
+from support.problems import problem_of, random_call, random_experts
 
 EVERY = [
     CudaConfig("w4a16_mma", 8, 64),
@@ -48,25 +46,6 @@ def test_x_that_is_not_aligned_and_a_thread_that_is_new() -> None:
         thread.start()
         thread.join()
         assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE
-
-
-@pytest.mark.parametrize("weight_on", ["output", "input"])
-@pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh"), ReLU2()], ids=lambda a: a.name)
-@pytest.mark.parametrize("tokens", [9, 200])
-def test_activations(tokens: int, activation: Any, weight_on: str) -> None:
-    weights = random_experts(bias=True, gated=activation.gated)
-    call = random_call(tokens, 64, 5, dtype=torch.bfloat16)
-    on_gpu(weights, *call, activation=activation, weight_on=weight_on)
-
-
-@pytest.mark.parametrize("config", [EVERY[0], EVERY[3]], ids=str)
-def test_ids_of_others_are_never_read(config: CudaConfig) -> None:
-    weights = random_experts(bias=True)
-    x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)
-    routing.topk_ids_TA[::3, 0] = -1
-    routing.topk_ids_TA[1::3, 1] = 5
-    routing.topk_weights_TA[::3, 0] = float("nan")
-    on_gpu(weights, x, routing, config=config)
 
 
 @pytest.mark.parametrize("tokens", [1, 300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,8 +195,8 @@ def test_weights_on_the_input(kernels: Kernels, config: CudaConfig) -> None:
 @every_configuration
 def test_many_repeats_to_the_bit(kernels: Kernels, config: CudaConfig) -> None:
     """A stage given back too early, a barrier too few: they show in some run of many."""
-    weights = kernels.experts(kernels.formats[0], hidden=2048, intermediate=512, experts=4)
-    for tokens in (3, 700 if config.block_m > 8 else 40):
+    for format, tokens in itertools.product(kernels.formats, (3, 700 if config.block_m > 8 else 40)):
+        weights = kernels.experts(format, hidden=2048, intermediate=512, experts=4)
         kernels.compare(
             weights, *random_call(tokens, 2048, 4, dtype=torch.bfloat16), config, runs=1000,
             activations=kernels.modes[0],
@@ -204,8 +205,8 @@ def test_many_repeats_to_the_bit(kernels: Kernels, config: CudaConfig) -> None:
 
 @every_family
 def test_a_token_does_not_see_its_batch(kernels: Kernels) -> None:
-    for hidden, intermediate in kernels.same_in_any_batch:
-        weights = same_experts(kernels.formats[0], hidden=hidden, intermediate=intermediate, bias=True)
+    for format, (hidden, intermediate) in itertools.product(kernels.formats, kernels.same_in_any_batch):
+        weights = same_experts(format, hidden=hidden, intermediate=intermediate, bias=True)
         same_in_any_batch(weights, hidden, activations=kernels.modes[0])
 
 

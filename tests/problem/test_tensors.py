@@ -35,18 +35,6 @@ def layer(format: str = "mxfp4", *, gated: bool = True, bias: bool = False) -> E
 # --- ExpertsSpec ---
 
 
-def test_matrix_shapes() -> None:
-    assert SPEC.matrix_shape("gate") == SPEC.matrix_shape("up") == (F, H)
-    assert SPEC.matrix_shape("down") == (H, F)
-
-
-def test_encodings_are_listed_in_order() -> None:
-    assert list(SPEC.encodings) == ["gate", "up", "down"]
-    assert list(replace(SPEC, gate=None).encodings) == ["up", "down"]
-    assert SPEC.gated
-    assert not replace(SPEC, gate=None).gated
-
-
 @pytest.mark.parametrize(
     ("gate", "up", "down", "name"),
     [
@@ -100,15 +88,6 @@ def test_specs_that_cannot_be(change: dict[str, int], message: str) -> None:
 # --- Expert ---
 
 
-def test_an_expert_lists_what_is_there() -> None:
-    expert = layer(bias=True).expert(0)
-    assert list(expert.projections) == ["gate", "up", "down"]
-    assert list(expert.vectors) == ["gate_bias", "up_bias", "down_bias"]
-    plain_expert = layer(gated=False).expert(0)
-    assert list(plain_expert.projections) == ["up", "down"]
-    assert plain_expert.vectors == {}
-
-
 def test_an_expert_moves_as_a_whole() -> None:
     expert = replace(layer(bias=True).expert(0), down_input_scale=torch.tensor(0.5)).to("meta")
     parts = [p.codes for p in expert.projections.values()] + list(expert.vectors.values())
@@ -149,13 +128,6 @@ def test_dequantize_is_in_natural_order(format: str, gated: bool) -> None:
             assert (gate_up[e, :F].numpy() == plain.weights(expert.gate)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_dequantize_in_every_dtype(dtype: torch.dtype) -> None:
-    gate_up, down = layer().dequantize(dtype)
-    assert gate_up.dtype == down.dtype == dtype
-    assert torch.equal(down[1], layer().expert(1).down.dequantize(dtype))
-
-
 def test_quantize_keeps_gate_and_up_apart() -> None:
     """Halves are quantized as matrices of their own: NVFP4 gives each its own global scale."""
     gate_up = floats(E, 2 * F, H)
@@ -169,18 +141,6 @@ def test_quantize_keeps_gate_and_up_apart() -> None:
     back, _ = weights.dequantize()
     assert (back - gate_up)[:, :F].norm() < 0.12 * gate_up[:, :F].norm()
     assert (back - gate_up)[:, F:].norm() < 0.12 * gate_up[:, F:].norm()
-
-
-def test_quantize_splits_biases() -> None:
-    bias = floats(E, 2 * F, seed=2)
-    weights = ExpertWeights.quantize(
-        floats(E, 2 * F, H), floats(E, H, F), FORMATS["bf16"], gate_up_bias_EF=bias, down_bias_EH=floats(E, H)
-    )
-    expert = weights.expert(1)
-    assert weights.spec.bias
-    assert expert.gate_bias is not None
-    assert expert.up_bias is not None
-    assert torch.equal(torch.cat((expert.gate_bias, expert.up_bias)), bias[1])
 
 
 def test_the_spec_comes_from_the_experts() -> None:
