@@ -179,7 +179,7 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
             ("down", config.down_block_m or config.block_m),
         ):
             family = config.kernels
-            variant = family.variant(SM90.budget, format, part, block_m, 128 if part == "down" else 256)
+            variant = family.pipeline(SM90.budget, format, part, block_m, 128 if part == "down" else 256).variant
             assert family.kernel(part, block_m, variant) in names(family.unit(format))
 
 
@@ -194,9 +194,9 @@ def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
 def test_short_k_has_kernels_of_its_own(format: str) -> None:
     """Where a stage has all columns of the down projection, and shared memory a stage for each team of warps."""
     for target in (TARGETS[name] for name in ("sm90", "sm100", "sm120")):
-        found = [W4A16_MMA.variant(target.budget, format, "down", 8, k) for k in (256, 272, 512, 528)]
+        found = [W4A16_MMA.pipeline(target.budget, format, "down", 8, k).variant for k in (256, 272, 512, 528)]
         assert found == ["k256", *(["n64"] * 2 if target.name == "sm120" else ["k512"] * 2), "n64"]
-        assert W4A16_MMA.variant(target.budget, format, "gate_up", 8, 256) == "n64"
+        assert W4A16_MMA.pipeline(target.budget, format, "gate_up", 8, 256).variant == "n64"
 
 
 LEAST_STAGES = {"w4a8_rows": 6, "w8a8": 4, "w8a8_channel": 4}

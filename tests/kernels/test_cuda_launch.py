@@ -100,7 +100,7 @@ def test_launches_have_what_kernels_take(
         for tokens, top_k, quantized in ((1, 1, False), (40, 1, rounded), (3000, 1, False), (3000, 2, False)):
             made.clear()
             call.resize(tokens, top_k, quantized=quantized)
-            call.run((16, 32, 48, 64), 1024, 0, (0, 1, True, 2))
+            call.run(0, ((1024,), (16, 32, 48, 64), (0, 1, True, 2)))
             shape = CallShape(call.layer, family, tile, tokens, top_k)
             steps = [
                 step

@@ -119,7 +119,7 @@ class CudaRunner(RunnerBase):
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
         addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr())
         kinds = (dtype, dtype_number(out_TH.dtype), ids_TA.dtype is torch.int64, first_expert)
-        launches.run(addresses, workspace.data_ptr(), stream, kinds)
+        launches.run(stream, ((workspace.data_ptr(),), addresses, kinds))
         free.append(launches)
 
     def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:

@@ -72,10 +72,9 @@ def _header() -> str:
 def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
     """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
     source, weights = family.source or family.name, family.formats[format]
-    shared = "what shares a scale, " if family.scales else ""
     headers = ["entry", *(["dequant/fp4_cvt"] if cvt else []), f"gemm/{source}"]
     lines = [_NOTICE + "".join(f'#include "../{header}.cuh"\n' for header in headers)]
-    lines += ["// clang-format off", f"// Last arguments: {shared}the part, {family.warps.meaning}"]
+    lines.append("// clang-format off")
     cpp = weights.cvt if cvt else weights.cpp
     for part in family.parts:
         for block_m, tile in family.tiles.items():

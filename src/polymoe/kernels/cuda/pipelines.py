@@ -94,11 +94,13 @@ class CtaTile:
 
 
 class Pipeline(NamedTuple):
-    """Pipeline stages of a launch, its separate buffers of x (w4a16_mma), and its bytes of dynamic shared memory."""
+    """Pipeline stages of a launch, its separate buffers of x (w4a16_mma), its bytes of dynamic shared memory, and the
+    variant of the kernel."""
 
     stages: int
     x_buffers: int
     shared_bytes: int
+    variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,6 @@ class WarpgroupPipeline:
     scratch_row_bytes: int = 0
     static_bytes: int = STATIC_BYTES
     static_row_bytes: int = 0
-    meaning: ClassVar = (
-        "consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
-        "// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."
-    )
 
     def threads(self, tile: CtaTile) -> int:
         """Return the threads of a CTA."""
@@ -152,10 +150,6 @@ class WarpgroupPipeline:
         """Return the names of a part's variants: there is one, without a name."""
         return ("",)
 
-    def variant(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> str:
-        """Return the name of the variant for ``k`` columns of weights."""
-        return ""
-
     def pipeline(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
         stage = self.stage_bytes(weights, tile)
@@ -169,7 +163,8 @@ class WarpgroupPipeline:
         return True
 
     def template(self, weights: WeightFormat, tile: CtaTile, variant: str) -> Sequence[object]:
-        """Return the arguments of the kernel's template, as :attr:`meaning` lists them."""
+        """Return the template's consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns in a
+        stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."""
         return (
             tile.warpgroups,
             tile.n_blocks,
@@ -221,7 +216,6 @@ class TeamPipeline:
     consumer_warps: ClassVar = 16
     producer_warps: ClassVar = 2
     stage_blocks: ClassVar = 8
-    meaning: ClassVar = "block_n, teams of warps, bytes of a stage, and whether sums are ordered."
 
     def threads(self, tile: CtaTile) -> int:
         """Return the threads of a CTA: one producer warp for weights, one for x, and the consumers."""
@@ -235,23 +229,16 @@ class TeamPipeline:
         """Return the names of a part's variants."""
         return tuple(variant.name for variant in (self.down if part == "down" else self.down[-1:]))
 
-    def variant(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> str:
-        """Return the name of the first variant for ``k`` columns whose stages fit."""
-        return self._variant(budget, weights, part, tile, k).name
-
-    def _variant(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> TeamVariant:
-        *short, last = self.down if part == "down" else self.down[-1:]
-        for variant in short:
-            if k <= variant.most_k and self._pipeline(budget, weights, variant, tile, k).stages:
-                return variant
-        return last
-
     def pipeline(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> Pipeline:
-        """Return the pipeline for rows of x with ``k`` columns.
+        """Return the pipeline of the first variant for rows of x with ``k`` columns whose stages fit.
 
         Of whole rows of x there are two buffers if more than :data:`MIN_STAGES` stages fit as well, else one.
         """
-        return self._pipeline(budget, weights, self._variant(budget, weights, part, tile, k), tile, k)
+        *short, last = self.down if part == "down" else self.down[-1:]
+        for variant in short:
+            if k <= variant.most_k and (found := self._pipeline(budget, weights, variant, tile, k)).stages:
+                return found
+        return self._pipeline(budget, weights, last, tile, k)
 
     def _pipeline(self, budget: Budget, weights: WeightFormat, variant: TeamVariant, tile: CtaTile, k: int) -> Pipeline:
         stage, block_m, splits = self.stage_bytes(weights, tile), tile.block_m, variant.teams == 1
@@ -270,14 +257,14 @@ class TeamPipeline:
                     break
             beside += buffers * x_bytes
         stages = min(stages, MAX_STAGES) // variant.teams * variant.teams
-        return Pipeline(stages, buffers, beside + stages * stage)
+        return Pipeline(stages, buffers, beside + stages * stage, variant.name)
 
     def fits(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> bool:
         """Return whether enough stages fit in shared memory with the rows of x: see :data:`MIN_STAGES`."""
         return self.pipeline(budget, weights, part, tile, k).stages >= MIN_STAGES - budget.x_in_stages
 
     def template(self, weights: WeightFormat, tile: CtaTile, variant: str) -> Sequence[object]:
-        """Return the arguments of the kernel's template, as :attr:`meaning` lists them."""
+        """Return the template's block_n, teams of warps, bytes of a stage, and whether sums are ordered."""
         (v,) = (v for v in self.down if v.name == variant)
         numbers = v.block_n, v.teams, self.stage_bytes(weights, tile)
         return (*numbers, "true") if self.ordered else numbers
@@ -298,7 +285,6 @@ class WarpPipeline:
     ordered: bool = False
     warps: ClassVar = 16
     most_stages: ClassVar = 2
-    meaning: ClassVar = "warps, bytes of a stage, and whether sums are ordered."
 
     def threads(self, tile: CtaTile) -> int:
         """Return the threads of a CTA."""
@@ -311,10 +297,6 @@ class WarpPipeline:
     def variants(self, part: str) -> tuple[str, ...]:
         """Return the names of a part's variants: there is one, without a name."""
         return ("",)
-
-    def variant(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> str:
-        """Return the name of the variant for ``k`` columns of weights."""
-        return ""
 
     def pipeline(self, budget: Budget, weights: WeightFormat, part: str, tile: CtaTile, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
@@ -332,6 +314,6 @@ class WarpPipeline:
         return stages >= 1 and k // E4M3_BLOCK_K <= 16 * self.warps
 
     def template(self, weights: WeightFormat, tile: CtaTile, variant: str) -> Sequence[object]:
-        """Return the arguments of the kernel's template, as :attr:`meaning` lists them."""
+        """Return the template's warps, bytes of a stage, and whether sums are ordered."""
         numbers = self.warps, self.stage_bytes(weights, tile)
         return (*numbers, "true") if self.ordered else numbers

@@ -15,10 +15,10 @@ from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
 from polymoe.kernels.cuda.launch.steps import (
     AS_WRITTEN,
     BY_TOKEN,
+    QUANTIZED_ROWS,
     X_IN_TILES,
     GemmInput,
     quantized_h,
-    quantized_rows,
     quantized_tiles,
     quantized_whole_rows,
 )
@@ -217,10 +217,6 @@ class KernelFamily:
         """Return the variants of a part's kernels; an empty name alone if there are none."""
         return self.warps.variants(part)
 
-    def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
-        """Return the variant of the kernel for ``k`` columns of weights."""
-        return self.warps.variant(budget, self.formats[format], part, self.tiles[block_m], k)
-
     def threads(self, block_m: int) -> int:
         """Return the threads of a CTA."""
         return self.warps.threads(self.tiles[block_m])
@@ -397,7 +393,7 @@ W4A8 = KernelFamily(
         CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 96, 112)),
     ),
     warps=WarpgroupPipeline(x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=12),
-    x=(quantized_tiles("quantize_permuted"),),
+    x=(quantized_tiles(),),
     h="e4m3_tiles",
     y="bf16_rows",
     wider_down=True,
@@ -572,7 +568,7 @@ W8A8_F16 = replace(
     ),
     warps=WarpgroupPipeline(x_bytes=128, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=40),
     args=GemmArgs,
-    x=(quantized_rows("quantize_rows"),),
+    x=(QUANTIZED_ROWS,),
     h="e4m3_rows",
     y="bf16_rows",
     choices=(
@@ -600,8 +596,8 @@ W8A8 = replace(
         x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES + _QUEUE_BYTES, static_row_bytes=12
     ),
     x=(
-        quantized_tiles("quantize_permuted", part="gate_up_tiles", when="one_expert_a_token"),
-        quantized_rows("quantize_rows"),
+        quantized_tiles(part="gate_up_tiles", when="one_expert_a_token"),
+        QUANTIZED_ROWS,
     ),
     h="e4m3_tiles",
     choices=(Choice(most_rows=60.0, block_m=160), Choice(most_rows=190.0, block_m=160, most_columns=384)),
@@ -611,7 +607,7 @@ W8A8 = replace(
 )  # fmt: skip
 """E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
 
-_X_TILES = quantized_tiles("quantize_permuted", part="gate_up_tiles")
+_X_TILES = quantized_tiles(part="gate_up_tiles")
 
 # Fitted to ten drawn shapes and to 1024 to 16384 tokens of three others on an H100; it never ran on an H200. w8a8 takes
 # 0.99 to 1.02 times as long with up to 64 rows of uniform routing, and 1.05 to 1.13 of Zipf; 1.12 to 1.33 with 128 and
@@ -628,7 +624,7 @@ W8A8_SHARED = replace(
     ),
     x=(
         replace(_X_TILES, when="one_expert_a_token"),
-        replace(quantized_rows("quantize_rows"), when="few_rows_of_weights"),
+        replace(QUANTIZED_ROWS, when="few_rows_of_weights"),
         _X_TILES,
     ),
     gathers={128: 1536},

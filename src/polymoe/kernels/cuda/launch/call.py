@@ -17,35 +17,38 @@ from polymoe.kernels.cuda.spec import KernelFamily
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ARRAYS = frozenset(
-    (
-        *("work_tiles", "narrow_tiles", "expanded_to_permuted", "lists", "permuted_to_expanded", "counts"),
-        *("gate_up_list", "down_list", "narrow_gate_up_list", "narrow_down_list", "x_rows", "h", "rounded_h", "y"),
-    )
+CALL_VALUES = (
+    ("workspace",),
+    ("x", "ids", "router_weights", "out"),
+    ("x_dtype", "out_dtype", "long_ids", "first_expert"),
 )
-_ADDRESSES = {"x": 0, "ids": 1, "sorted_ids": 1, "input_weights": 2, "output_weights": 2, "out": 3}
-_KINDS = {"x_dtype": 0, "out_dtype": 1, "long_ids": 2, "first_expert": 3}
-_NO_KINDS = (-1, -1, False, -1)
+"""What a call has of its own, in groups that change together: addresses of the workspace; of x (a multiple of 16, or x
+as the first GEMM reads it), expert ids, router weights and the result; numbers of the dtypes of x and of the result,
+whether ids have 64 bits, and the first expert's id. All tensors are contiguous."""
+
+_OF_CALL = {name: (group, i, 0) for group, names in enumerate(CALL_VALUES) for i, name in enumerate(names)}
+_NOT_SET: tuple[tuple[int, ...], ...] = ((),) * len(CALL_VALUES)
+_ABSENT: dict[str, Any] = dict.fromkeys(
+    ("expanded_to_permuted", "counts", "sorted_ids", "input_weights", "output_weights")
+)
+"""Arrays and addresses that some calls have not: null then."""
 
 
 class _Prepared(NamedTuple):
-    """A launch whose constants are set, and by what the other fields are set: pairs of a field and a name or index."""
+    """A launch whose constants are set, and the fields that are not: pairs of a field and the name of its value."""
 
+    step: Step
     launch: Launch
     args: Structure
-    when: str
-    grid: tuple[str, ...]
-    numbers: list[tuple[str, str]]
-    arrays: list[tuple[str, str]]
-    addresses: list[tuple[str, str]]
-    kinds: list[tuple[Structure, str, int]]
+    fields: list[tuple[str, str]]
 
 
 class PreparedCall:
     """The launches of a layer's calls in one configuration.
 
     The constructor prepares everything that does not depend on the call, :meth:`resize` everything that depends on the
-    number of tokens, and :meth:`run` sets addresses. An instance must not be used by two threads at once.
+    number of tokens, and :meth:`run` sets what the call has of its own. An instance must not be used by two threads at
+    once.
 
     Args:
         layer: the packed experts.
@@ -59,44 +62,35 @@ class PreparedCall:
         self.bytes = 0
         inputs = dict.fromkeys((*family.x, BY_TOKEN) if family.quantized_x else family.x)
         steps = {x: [step for step in steps_of(family, x) if tiles.narrow_m or not step.narrow] for x in inputs}
-        constants = layer_numbers(layer, family, tiles)
-        prepared = {step: self._prepare(step, constants) for step in dict.fromkeys(chain.from_iterable(steps.values()))}
+        self._constants = layer_numbers(layer, family, tiles)
+        prepared = {step: self._prepare(step) for step in dict.fromkeys(chain.from_iterable(steps.values()))}
         self._steps = {x: [prepared[step] for step in those] for x, those in steps.items()}
-        self._constants = constants
         self._launches: tuple[Launch, ...] = ()
-        self._by_call: list[tuple[Structure, str, int]] = []
-        self._by_kind: list[tuple[Structure, str, int]] = []
-        self._in_workspace: list[tuple[Structure, str, int]] = []
-        self._workspace, self._kinds, self._addresses = 0, _NO_KINDS, (0, 0, 0, 0)
+        self._values = _NOT_SET
+        self._set_by: list[list[tuple[Structure, str, int, int]]] = []
 
-    def _prepare(self, step: Step, constants: dict[str, Any]) -> _Prepared:
+    def _prepare(self, step: Step) -> _Prepared:
+        constants = self._constants
         if step.unit:
             args, threads = step.args(), constants[step.threads] if isinstance(step.threads, str) else step.threads
             assert threads
             launch = modules.kernel(step.unit, step.kernel, self.layer.target).prepare(args, threads)
         else:
             args, launch = self._prepare_gemm(step)
-        found = _Prepared(launch, args, step.when, step.grid, [], [], [], [])
         for field, name in step.fields.items():
             if name in constants:
                 setattr(args, field, constants[name])
-            elif name in _KINDS:
-                found.kinds.append((args, field, _KINDS[name]))
-            else:
-                kind = found.addresses if name in _ADDRESSES else found.arrays if name in _ARRAYS else found.numbers
-                kind.append((field, name))
-        return found
+        return _Prepared(step, launch, args, [f for f in step.fields.items() if f[1] not in constants])
 
     def _prepare_gemm(self, step: Step) -> tuple[GemmArgs, Launch]:
         layer, family, tiles = self.layer, self.family, self.tiles
         down = step.kernel == "down"
         matrix, part = layer.down if down else layer.up, step.kernel if layer.gated or down else "up"
         block_m = tiles.narrow_m if step.narrow else (down and tiles.down_block_m) or tiles.block_m
-        sizes = (layer.budget, matrix.format, part, block_m, matrix.k)
-        pipeline, name = family.pipeline(*sizes), family.kernel(part, block_m, family.variant(*sizes))
+        pipeline = family.pipeline(layer.budget, matrix.format, part, block_m, matrix.k)
+        name = family.kernel(part, block_m, pipeline.variant)
         args = matrix.args(family.args, pipeline, block_m, layer.activation)
-        if step.narrow:
-            args.second_launch = 1
+        args.second_launch = step.narrow
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)
         launch.set_grid(layer.sms)
@@ -106,63 +100,38 @@ class PreparedCall:
         """Prepare for calls of ``tokens`` tokens with ``top_k`` experts each. ``quantized``: x is as
         the first GEMM reads it."""
         shape = CallShape(self.layer, self.family, self.tiles, tokens, top_k)
-        (offsets, self.bytes), numbers = shape.workspace(), self._constants | shape.numbers()
-        on_input = self.layer.router_weight_on_input
-        null = {"output_weights" if on_input else "input_weights", *(() if shape.gemms_sort else ("sorted_ids",))}
+        (offsets, self.bytes), numbers = shape.workspace(), _ABSENT | self._constants | shape.numbers()
+        # Which value of the call a field has, and what is added to it.
+        sources = _OF_CALL | {name: (0, 0, offset) for name, offset in offsets.items()}
+        sources["input_weights" if self.layer.router_weight_on_input else "output_weights"] = _OF_CALL["router_weights"]
+        if shape.gemms_sort:
+            sources["sorted_ids"] = _OF_CALL["ids"]
         launches: list[Launch] = []
-        self._by_call, self._by_kind, self._in_workspace = [], [], []
-        for step in self._steps[BY_TOKEN if quantized else shape.planned_input]:
+        self._set_by = [[] for _ in CALL_VALUES]
+        for step, launch, args, fields in self._steps[BY_TOKEN if quantized else shape.planned_input]:
             if not numbers[step.when]:
                 continue
-            args = step.args
-            launches.append(step.launch)
+            launches.append(launch)
             if step.grid:
-                step.launch.set_grid(*(numbers[name] for name in step.grid))
-            for field, name in step.numbers:
-                setattr(args, field, numbers[name])
-            for field, name in step.arrays:
-                if name in offsets:
-                    self._in_workspace.append((args, field, offsets[name]))
+                launch.set_grid(*(numbers[name] for name in step.grid))
+            for field, name in fields:
+                if name in sources:
+                    group, i, offset = sources[name]
+                    self._set_by[group].append((args, field, i, offset))
                 else:
-                    setattr(args, field, None)
-            for field, name in step.addresses:
-                if name in null:
-                    setattr(args, field, None)
-                else:
-                    self._by_call.append((args, field, _ADDRESSES[name]))
-            self._by_kind += step.kinds
-        self._launches = tuple(launches)
-        self._workspace, self._kinds, self._addresses = 0, _NO_KINDS, (0, 0, 0, 0)
+                    setattr(args, field, numbers[name])
+        self._launches, self._values = tuple(launches), _NOT_SET
         self.shape = (tokens, top_k, quantized)
 
-    def run(
-        self,
-        addresses: tuple[int, int, int, int],
-        workspace: int,
-        stream: int,
-        kinds: tuple[int, int, bool, int],
-    ) -> None:
-        """Launch the kernels of a call. All tensors are contiguous.
-
-        Args:
-            addresses: of x, a multiple of 16, or of x as the first GEMM reads it; of the expert ids; of the router
-                weights; and of the result.
-            workspace: address of at least :attr:`bytes` bytes.
-            stream: handle of the CUDA stream.
-            kinds: numbers of the dtypes of x and the result, whether ids are 64 bits, and the first expert's id.
-        """
-        if workspace != self._workspace:
-            for args, field, offset in self._in_workspace:
-                setattr(args, field, workspace + offset)
-            self._workspace = workspace
-        if kinds != self._kinds:
-            for args, field, kind in self._by_kind:
-                setattr(args, field, kinds[kind])
-            self._kinds = kinds
-        if addresses != self._addresses:
-            for args, field, address in self._by_call:
-                setattr(args, field, addresses[address])
-            self._addresses = addresses
+    def run(self, stream: int, values: tuple[tuple[int, ...], ...]) -> None:
+        """Launch the kernels of a call on the stream of this handle. ``values``: those of :data:`CALL_VALUES`; the
+        workspace has at least :attr:`bytes` bytes."""
+        if values != self._values:
+            for group, before, fields in zip(values, self._values, self._set_by, strict=True):
+                if group != before:
+                    for args, field, i, offset in fields:
+                        setattr(args, field, group[i] + offset)
+            self._values = values
         for launch in self._launches:
             launch(stream)
 

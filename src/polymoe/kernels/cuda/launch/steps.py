@@ -113,22 +113,22 @@ X_IN_TILES = GemmInput(
 """A token's row is copied once for each of its experts, to tiles of 64 columns."""
 
 
-def quantized_tiles(kernel: str, **changes: str) -> GemmInput:
+def quantized_tiles(**changes: str) -> GemmInput:
     """A token's row is rounded once, with a scale for each 128 columns, and written once for each of its experts."""
     step = Step(
-        kernel=kernel, unit="quantize", args=QuantizePermutedArgs, grid=("tokens", "hidden_ctas"), threads=256,
-        fields=_fields("x expanded_to_permuted top_k x_dtype", out="x_rows", columns="hidden"),
+        kernel="quantize_permuted", unit="quantize", args=QuantizePermutedArgs, grid=("tokens", "hidden_ctas"),
+        threads=256, fields=_fields("x expanded_to_permuted top_k x_dtype", out="x_rows", columns="hidden"),
     )  # fmt: skip
     return GemmInput(source="x_rows", buffer="e4m3_tiles", step=step, by_token=False, **changes)
 
 
-def quantized_rows(kernel: str) -> GemmInput:
-    """A token's row is rounded, with a scale for each 128 columns."""
-    step = Step(
-        kernel=kernel, unit="quantize", args=QuantizeRowsArgs, grid=("tokens", "x_row_ctas"), threads="x_row_threads",
-        fields=_fields("x x_dtype", out="x_rows", columns="hidden"),
-    )  # fmt: skip
-    return GemmInput(source="x_rows", buffer="e4m3_rows", step=step)
+QUANTIZED_ROWS = GemmInput(
+    source="x_rows", buffer="e4m3_rows", step=Step(
+        kernel="quantize_rows", unit="quantize", args=QuantizeRowsArgs, grid=("tokens", "x_row_ctas"),
+        threads="x_row_threads", fields=_fields("x x_dtype", out="x_rows", columns="hidden"),
+    ),
+)  # fmt: skip
+"""A token's row is rounded, with a scale for each 128 columns."""
 
 
 def quantized_whole_rows(
