@@ -50,96 +50,84 @@ template <int N>
 struct WgmmaSS;
 
 // clang-format off
-// The registers of d, as text and as operands.
-#define POLYMOE_R0 "%0, %1, %2, %3, %4, %5, %6, %7" \
-                   ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define POLYMOE_R1 ", %16, %17, %18, %19, %20, %21, %22, %23" \
-                   ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define POLYMOE_R2 ", %32, %33, %34, %35, %36, %37, %38, %39" \
-                   ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define POLYMOE_R3 ", %48, %49, %50, %51, %52, %53, %54, %55" \
-                   ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define POLYMOE_R4 ", %64, %65, %66, %67, %68, %69, %70, %71" \
-                   ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define POLYMOE_R5 ", %80, %81, %82, %83, %84, %85, %86, %87" \
-                   ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define POLYMOE_R6 ", %96, %97, %98, %99, %100, %101, %102, %103" \
-                   ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define POLYMOE_R7 ", %112, %113, %114, %115, %116, %117, %118, %119" \
-                   ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define POLYMOE_R03 POLYMOE_R0 POLYMOE_R1 POLYMOE_R2 POLYMOE_R3
+// The registers of d as text, eight at a time, and as operands.
+#define POLYMOE_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define POLYMOE_R1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define POLYMOE_R2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define POLYMOE_R3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define POLYMOE_R4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define POLYMOE_R5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define POLYMOE_R6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define POLYMOE_R7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define POLYMOE_R8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define POLYMOE_R9 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define POLYMOE_R10 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define POLYMOE_R11 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define POLYMOE_R12 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define POLYMOE_R13 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define POLYMOE_R14 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define POLYMOE_R15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define POLYMOE_R0_3 POLYMOE_R0 POLYMOE_R1 POLYMOE_R2 POLYMOE_R3
+#define POLYMOE_R0_7 POLYMOE_R0_3 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6 POLYMOE_R7
+#define POLYMOE_R0_11 POLYMOE_R0_7 POLYMOE_R8 POLYMOE_R9 POLYMOE_R10 POLYMOE_R11
 #define POLYMOE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define POLYMOE_D8(i) POLYMOE_D4(i), POLYMOE_D4(i + 4)
 #define POLYMOE_D16(i) POLYMOE_D8(i), POLYMOE_D8(i + 8)
 #define POLYMOE_D32(i) POLYMOE_D16(i), POLYMOE_D16(i + 16)
 #define POLYMOE_D64(i) POLYMOE_D32(i), POLYMOE_D32(i + 32)
-#define POLYMOE_METHOD(NAME, TEXT, ...)                                                            \
-    static __device__ __forceinline__ void NAME(float* d, const uint32_t (&a)[4], uint64_t b) {    \
-        asm volatile("wgmma.mma_async.sync.aligned." TEXT                                          \
-                     : __VA_ARGS__                                                                 \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+#define POLYMOE_METHOD(NAME, A, A_OPERANDS, TYPES, D, A_TEXT, B, FLAGS, ...)                                          \
+    static __device__ __forceinline__ void NAME(float* d, A, uint64_t b) {                                            \
+        asm volatile("wgmma.mma_async.sync.aligned." TYPES " {" D "}, " A_TEXT ", " B ", " FLAGS ";"                  \
+                     : __VA_ARGS__                                                                                    \
+                     : A_OPERANDS, "l"(b));                                                                           \
     }
-#define POLYMOE_WGMMA_RS(N, D, AB, ...)                                                                 \
-    template <>                                                                                         \
-    struct WgmmaRS<N> {                                                                                 \
-        POLYMOE_METHOD(add_bf16, "m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0;", __VA_ARGS__) \
-        POLYMOE_METHOD(set_f16, "m64n" #N "k16.f32.f16.f16 {" D "}, " AB ", 0, 1, 1, 0;", __VA_ARGS__)  \
-        POLYMOE_METHOD(add_f16, "m64n" #N "k16.f32.f16.f16 {" D "}, " AB ", 1, 1, 1, 0;", __VA_ARGS__)  \
-        POLYMOE_METHOD(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 0, 1, 1;", __VA_ARGS__)  \
-        POLYMOE_METHOD(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 1, 1, 1;", __VA_ARGS__)  \
-    }
+#define POLYMOE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define POLYMOE_RS(NAME, TYPES, D, A, ...)                                                                            \
+    POLYMOE_METHOD(NAME, const uint32_t(&a)[4], POLYMOE_A_REGISTERS, TYPES, D, "{" A "}", __VA_ARGS__)
+#define POLYMOE_SS(NAME, ...) POLYMOE_METHOD(NAME, uint64_t a, "l"(a), __VA_ARGS__)
+// A0 and further numbers: the operands behind d. Where both are in shared memory, A1 is that of b.
+#define POLYMOE_WGMMA(N, D, A0, A1, A2, A3, B, ...)                                                                   \
+    template <>                                                                                                       \
+    struct WgmmaRS<N> {                                                                                               \
+        POLYMOE_RS(add_bf16, "m64n" #N "k16.f32.bf16.bf16", D, A0 ", " A1 ", " A2 ", " A3, B, "1, 1, 1, 0", __VA_ARGS__) \
+        POLYMOE_RS(set_f16, "m64n" #N "k16.f32.f16.f16", D, A0 ", " A1 ", " A2 ", " A3, B, "0, 1, 1, 0", __VA_ARGS__) \
+        POLYMOE_RS(add_f16, "m64n" #N "k16.f32.f16.f16", D, A0 ", " A1 ", " A2 ", " A3, B, "1, 1, 1, 0", __VA_ARGS__) \
+        POLYMOE_RS(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3", D, A0 ", " A1 ", " A2 ", " A3, B, "0, 1, 1", __VA_ARGS__) \
+        POLYMOE_RS(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3", D, A0 ", " A1 ", " A2 ", " A3, B, "1, 1, 1", __VA_ARGS__) \
+    };                                                                                                                \
+    template <>                                                                                                       \
+    struct WgmmaSS<N> {                                                                                               \
+        POLYMOE_SS(add_bf16, "m64n" #N "k16.f32.bf16.bf16", D, A0, A1, "1, 1, 1, 0, 0", __VA_ARGS__)                  \
+        POLYMOE_SS(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3", D, A0, A1, "0, 1, 1", __VA_ARGS__)                        \
+        POLYMOE_SS(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3", D, A0, A1, "1, 1, 1", __VA_ARGS__)                        \
+    };
 
-POLYMOE_WGMMA_RS(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", POLYMOE_D4(0));
-POLYMOE_WGMMA_RS(16, "%0, %1, %2, %3, %4, %5, %6, %7", "{%8, %9, %10, %11}, %12", POLYMOE_D8(0));
-POLYMOE_WGMMA_RS(24, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
-                "{%12, %13, %14, %15}, %16", POLYMOE_D8(0), POLYMOE_D4(8));
-POLYMOE_WGMMA_RS(32, POLYMOE_R0, "{%16, %17, %18, %19}, %20", POLYMOE_D16(0));
-POLYMOE_WGMMA_RS(48, POLYMOE_R0 ", %16, %17, %18, %19, %20, %21, %22, %23",
-                "{%24, %25, %26, %27}, %28", POLYMOE_D16(0), POLYMOE_D8(16));
-POLYMOE_WGMMA_RS(56, POLYMOE_R0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27",
-                "{%28, %29, %30, %31}, %32", POLYMOE_D16(0), POLYMOE_D8(16), POLYMOE_D4(24));
-POLYMOE_WGMMA_RS(64, POLYMOE_R0 POLYMOE_R1, "{%32, %33, %34, %35}, %36", POLYMOE_D32(0));
-POLYMOE_WGMMA_RS(80, POLYMOE_R0 POLYMOE_R1 ", %32, %33, %34, %35, %36, %37, %38, %39",
-                "{%40, %41, %42, %43}, %44", POLYMOE_D32(0), POLYMOE_D8(32));
-POLYMOE_WGMMA_RS(96, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2, "{%48, %49, %50, %51}, %52", POLYMOE_D32(0), POLYMOE_D16(32));
-POLYMOE_WGMMA_RS(112, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2 ", %48, %49, %50, %51, %52, %53, %54, %55",
-                "{%56, %57, %58, %59}, %60", POLYMOE_D32(0), POLYMOE_D16(32), POLYMOE_D8(48));
-POLYMOE_WGMMA_RS(128, POLYMOE_R03, "{%64, %65, %66, %67}, %68", POLYMOE_D64(0));
-POLYMOE_WGMMA_RS(160, POLYMOE_R03 POLYMOE_R4, "{%80, %81, %82, %83}, %84", POLYMOE_D64(0), POLYMOE_D16(64));
-POLYMOE_WGMMA_RS(192, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5, "{%96, %97, %98, %99}, %100", POLYMOE_D64(0), POLYMOE_D32(64));
-POLYMOE_WGMMA_RS(224, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6,
-                "{%112, %113, %114, %115}, %116", POLYMOE_D64(0), POLYMOE_D32(64), POLYMOE_D16(96));
-POLYMOE_WGMMA_RS(256, POLYMOE_R03 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6 POLYMOE_R7,
-                "{%128, %129, %130, %131}, %132", POLYMOE_D64(0), POLYMOE_D64(64));
-
-#define POLYMOE_METHOD_SS(NAME, TEXT, ...)                                                   \
-    static __device__ __forceinline__ void NAME(float* d, uint64_t a, uint64_t b) {          \
-        asm volatile("wgmma.mma_async.sync.aligned." TEXT : __VA_ARGS__ : "l"(a), "l"(b));   \
-    }
-#define POLYMOE_WGMMA_SS(N, D, AB, ...)                                                                        \
-    template <>                                                                                                \
-    struct WgmmaSS<N> {                                                                                        \
-        POLYMOE_METHOD_SS(add_bf16, "m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0, 0;", __VA_ARGS__) \
-        POLYMOE_METHOD_SS(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 0, 1, 1;", __VA_ARGS__)      \
-        POLYMOE_METHOD_SS(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 1, 1, 1;", __VA_ARGS__)      \
-    }
-
-POLYMOE_WGMMA_SS(8, "%0, %1, %2, %3", "%4, %5", POLYMOE_D4(0));
-POLYMOE_WGMMA_SS(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9", POLYMOE_D8(0));
-POLYMOE_WGMMA_SS(24, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
-                       "%12, %13", POLYMOE_D8(0), POLYMOE_D4(8));
-POLYMOE_WGMMA_SS(32, POLYMOE_R0, "%16, %17", POLYMOE_D16(0));
-POLYMOE_WGMMA_SS(48, POLYMOE_R0 ", %16, %17, %18, %19, %20, %21, %22, %23",
-                       "%24, %25", POLYMOE_D16(0), POLYMOE_D8(16));
-POLYMOE_WGMMA_SS(64, POLYMOE_R0 POLYMOE_R1, "%32, %33", POLYMOE_D32(0));
-POLYMOE_WGMMA_SS(96, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2, "%48, %49", POLYMOE_D32(0), POLYMOE_D16(32));
-POLYMOE_WGMMA_SS(128, POLYMOE_R03, "%64, %65", POLYMOE_D64(0));
-POLYMOE_WGMMA_SS(160, POLYMOE_R03 POLYMOE_R4, "%80, %81", POLYMOE_D64(0), POLYMOE_D16(64));
+POLYMOE_WGMMA(8, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8", POLYMOE_D4(0))
+POLYMOE_WGMMA(16, POLYMOE_R0, "%8", "%9", "%10", "%11", "%12", POLYMOE_D8(0))
+POLYMOE_WGMMA(24, POLYMOE_R0 ", %8, %9, %10, %11", "%12", "%13", "%14", "%15", "%16", POLYMOE_D8(0), POLYMOE_D4(8))
+POLYMOE_WGMMA(32, POLYMOE_R0 POLYMOE_R1, "%16", "%17", "%18", "%19", "%20", POLYMOE_D16(0))
+POLYMOE_WGMMA(48, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2, "%24", "%25", "%26", "%27", "%28", POLYMOE_D16(0), POLYMOE_D8(16))
+POLYMOE_WGMMA(56, POLYMOE_R0 POLYMOE_R1 POLYMOE_R2 ", %24, %25, %26, %27", "%28", "%29", "%30", "%31", "%32",
+              POLYMOE_D16(0), POLYMOE_D8(16), POLYMOE_D4(24))
+POLYMOE_WGMMA(64, POLYMOE_R0_3, "%32", "%33", "%34", "%35", "%36", POLYMOE_D32(0))
+POLYMOE_WGMMA(80, POLYMOE_R0_3 POLYMOE_R4, "%40", "%41", "%42", "%43", "%44", POLYMOE_D32(0), POLYMOE_D8(32))
+POLYMOE_WGMMA(96, POLYMOE_R0_3 POLYMOE_R4 POLYMOE_R5, "%48", "%49", "%50", "%51", "%52",
+              POLYMOE_D32(0), POLYMOE_D16(32))
+POLYMOE_WGMMA(112, POLYMOE_R0_3 POLYMOE_R4 POLYMOE_R5 POLYMOE_R6, "%56", "%57", "%58", "%59", "%60",
+              POLYMOE_D32(0), POLYMOE_D16(32), POLYMOE_D8(48))
+POLYMOE_WGMMA(128, POLYMOE_R0_7, "%64", "%65", "%66", "%67", "%68", POLYMOE_D64(0))
+POLYMOE_WGMMA(160, POLYMOE_R0_7 POLYMOE_R8 POLYMOE_R9, "%80", "%81", "%82", "%83", "%84",
+              POLYMOE_D64(0), POLYMOE_D16(64))
+POLYMOE_WGMMA(192, POLYMOE_R0_11, "%96", "%97", "%98", "%99", "%100", POLYMOE_D64(0), POLYMOE_D32(64))
+POLYMOE_WGMMA(224, POLYMOE_R0_11 POLYMOE_R12 POLYMOE_R13, "%112", "%113", "%114", "%115", "%116",
+              POLYMOE_D64(0), POLYMOE_D32(64), POLYMOE_D16(96))
+POLYMOE_WGMMA(256, POLYMOE_R0_11 POLYMOE_R12 POLYMOE_R13 POLYMOE_R14 POLYMOE_R15,
+              "%128", "%129", "%130", "%131", "%132", POLYMOE_D64(0), POLYMOE_D64(64))
 // clang-format on
 
 #undef POLYMOE_METHOD
-#undef POLYMOE_METHOD_SS
-#undef POLYMOE_WGMMA_RS
-#undef POLYMOE_WGMMA_SS
+#undef POLYMOE_RS
+#undef POLYMOE_SS
+#undef POLYMOE_WGMMA
 
 }  // namespace polymoe
