@@ -108,17 +108,6 @@ def test_polymoe_run_answers(
     assert found["backends"] == ["torch"]
 
 
-def test_transformers_answers_from_the_dequantized_checkpoint(heldout: list[dict[str, str]]) -> None:
-    dequantized = pytest.importorskip("dequantized")
-    exact_match = pytest.importorskip("exact_match")
-    import torch
-    from transformers import AutoTokenizer
-
-    model = dequantized.own(CHECKPOINT, torch.bfloat16)
-    generator = exact_match.Generator(model, AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=False))
-    assert exact_match.exact_match(generator, heldout[:60], 60) >= 98
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNQUANTIZED)
 def test_exact_match_in_every_format(name: str, heldout: list[dict[str, str]]) -> None:

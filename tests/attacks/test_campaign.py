@@ -102,7 +102,9 @@ for verb in (code, pickled):
         assert any(line.startswith(verb) and "ran code of the checkpoint" in line for line in printed.splitlines())
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "checkpoint", [CHECKPOINTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS[1:])]
+)
 def test_every_mutator_changes_every_checkpoint_by_its_seed_alone(checkpoint: str, tmp_path: Path) -> None:
     source = Source.of(checkpoint)
     for kind in MUTATORS:

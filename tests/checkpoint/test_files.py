@@ -139,25 +139,6 @@ def test_a_path_that_cannot_be_looked_up() -> None:
         CheckpointFiles.open("x" * 5000)
 
 
-@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"{", "expected JSON"),
-        (b"\xff", "expected JSON"),
-        (b"[1]", "JSON object, got list"),
-        (b'{"a":' * 100_000, "expected JSON"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "expected JSON"),
-    ],
-    ids=["cut off", "not UTF-8", "list", "too deep", "too many digits"],
-)
-def test_json_that_is_none(single: Path, name: str, content: bytes, message: str) -> None:
-    (single / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=message) as error:
-        CheckpointFiles.open(single)
-    assert name in str(error.value)
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_refused(single: Path, name: str) -> None:
     (single / "model.safetensors").rename(single / name)

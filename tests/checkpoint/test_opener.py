@@ -107,6 +107,9 @@ def test_names_outside(name: str) -> None:
     ("content", "message"),
     [
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is in one object twice"),
+        (b"{", "expected JSON"),
+        (b"[1]", "JSON object, got list"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "expected JSON"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b"\xef\xbb\xbf{}", "BOM"),
         ('{"a": "é"}'.encode("latin-1"), "can't decode byte"),
@@ -114,13 +117,20 @@ def test_names_outside(name: str) -> None:
         (rb'{"a": ["\uDFFF"]}', "surrogates not allowed"),
         (b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "more than 100 levels"),
     ],
-    ids=["a key twice", "NaN", "BOM", "not UTF-8", "half a pair as key", "half a pair in a value", "deep"],
-)
-def test_json_that_others_would_read_differently(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(content)
+    ids=[
+        "a key twice", "cut off", "list", "digits", "NaN", "BOM", "not UTF-8", "half a pair as key",
+        "half a pair in a value", "deep",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_json_that_is_none_or_that_others_would_read_differently(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as error:
         CheckpointFiles.open(tmp_path)
-    assert "config.json" in error.value.where
+    assert name in error.value.where
 
 
 def test_json_of_releases(tmp_path: Path) -> None:

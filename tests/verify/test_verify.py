@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, CheckpointNotFound, FormatError
+from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.formats import QuantTensor
 from polymoe.layouts import Natural
 from polymoe.problem.activation_quantization import ActivationQuantization
@@ -186,39 +184,6 @@ def test_a_wrong_activation_is_noticed(library: Library, monkeypatch: pytest.Mon
     assert not report.ok
     assert report.layers[0].second_reading == 8
     assert report.layers[0].oracle_error > 1e-3
-
-
-def test_a_damaged_scale_is_refused(library: Library, tmp_path: Path) -> None:
-    source = library("gpt-oss-mxfp4")
-    tensors = load_file(source / "model.safetensors")
-    name = f"model.layers.{LAYER}.mlp.experts.down_proj_scales"
-    tensors[name][3, 0, 0] = 0xFF
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=r"down_proj.*NaN"):
-        verify(tmp_path, device="cpu")
-
-
-def test_a_wrong_shape_is_named(library: Library, tmp_path: Path) -> None:
-    source = library("glm-4.5-air-nvfp4-ct")
-    tensors = load_file(source / "model.safetensors")
-    name = next(n for n in sorted(tensors) if n.endswith("experts.3.down_proj.weight_global_scale"))
-    tensors[name] = tensors[name].reshape(1, 1)
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=re.escape(f"{name}: expected shape [] or [1], got [1, 1]")):
-        verify(tmp_path, device="cpu")
-
-
-def test_a_wrong_value_is_named(library: Library, tmp_path: Path) -> None:
-    source = library("glm-4.5-air-nvfp4-ct")
-    tensors = load_file(source / "model.safetensors")
-    name = next(n for n in sorted(tensors) if n.endswith("experts.3.down_proj.weight_global_scale"))
-    tensors[name].fill_(float("inf"))
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=re.escape(f"{name}: expected a finite divisor, not 0, got inf")):
-        verify(tmp_path, device="cpu")
 
 
 def test_a_config_alone_has_nothing_to_verify(library: Library, tmp_path: Path) -> None:
