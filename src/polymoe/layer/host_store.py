@@ -88,7 +88,7 @@ class HostStore:
 def near(device: torch.device) -> Iterator[None]:
     """Keep this thread on the CPUs of a GPU's NUMA node: pages that it touches first, as locking them does, lie on that
     node while there is room."""
-    if device.type != "cuda" or sys.platform != "linux":
+    if device.type != "cuda":
         yield
         return
     cpus = cpus_near(torch.cuda.current_device() if device.index is None else device.index)
@@ -98,7 +98,11 @@ def near(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def on_cpus(cpus: set[int]) -> Iterator[None]:
-    """Keep this thread on those of ``cpus`` that it may run on; where there are none, wherever it is. Linux only."""
+    """Keep this thread on those of ``cpus`` that it may run on; where there are none, and on other systems than Linux,
+    wherever it is."""
+    if sys.platform != "linux":
+        yield
+        return
     before = os.sched_getaffinity(0)
     if not before & cpus:
         yield
