@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,25 +34,32 @@ from polymoe.problem.verdict import Accepted
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of a layer's plans, kept in order to plan again when x has another dtype."""
+    """The arguments of a layer's plans, kept in order to plan again when x has another dtype. Each problem is planned
+    once: a plan takes as long as to pack a layer, and a model has many layers of one kind."""
 
     machine: Machine
     role: str
     backend: str
     backends: Mapping[str, Backend]
     layouts: Mapping[str, Layout]
+    _made: dict[tuple[Problem, str | None], Selection] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def select(self, problem: Problem, layout: str | None = None) -> Selection:
         """Return the selection for ``problem``, restricted to ``layout`` if given."""
-        return select(
-            problem,
-            self.machine,
-            role=self.role,
-            backend=self.backend,
-            layout=layout,
-            backends=self.backends,
-            layouts=self.layouts,
-        )
+        key = problem, layout
+        if key not in self._made:
+            self._made[key] = select(
+                problem,
+                self.machine,
+                role=self.role,
+                backend=self.backend,
+                layout=layout,
+                backends=self.backends,
+                layouts=self.layouts,
+            )
+        return self._made[key]
 
     def pack(
         self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str, *, check: bool = True

@@ -23,7 +23,7 @@ from polymoe.problem.tensors import Expert, ExpertWeights
 
 _Numbers = Tensor | list[int] | list[float]
 
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 64 << 20
 """Size of the experts that are unpacked at once. Temporary memory is less than three times as much."""
 
 

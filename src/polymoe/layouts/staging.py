@@ -101,11 +101,19 @@ def staged(
     def read_stacked(first: int, last: int) -> dict[str, Tensor]:
         if device.type == "cuda" and len(under_way) == _UNDER_WAY:
             under_way.popleft().synchronize()
-        experts = [weights.read(e) for e in range(first, last)]
-        buffer = _sent_together(experts, device, places, first)
+        experts: list[Expert] = []
+        stacks = weights.stacks or {}
+        if stacks and all(stack.device.type == device.type for stack in stacks.values()):
+            some = {name: stack[first:last] for name, stack in stacks.items()}
+            buffer = _gathered(some, device, places)
+            kinds = {name: part[0] for name, part in some.items()}
+        else:
+            experts = [weights.read(e) for e in range(first, last)]
+            buffer = _sent_together(experts, device, places, first)
+            kinds = {name: part for expert in experts for name, part in expert.parts().items()}
         if device.type == "cuda":
             under_way.append(torch.cuda.current_stream(device).record_event())
-        found = _stacked_in(buffer, experts, places)
+        found = _stacked_in(buffer, kinds, places)
         if arrived_together is not None:
             arrived_together(first, found, buffer)
         return _without_missing(found, experts)
@@ -184,12 +192,41 @@ def _sent_together(experts: Sequence[Expert], device: torch.device, offsets: Par
     return buffers
 
 
-def _stacked_in(buffers: Tensor, experts: Sequence[Expert], offsets: PartOffsets) -> dict[str, Tensor]:
-    """Return views of the parts of all ``experts`` in ``buffers``, each [experts, ...]."""
+def _gathered(some: Mapping[str, Tensor], device: torch.device, offsets: PartOffsets) -> Tensor:
+    """Return uint8 [experts, bytes] with the parts of some experts, each [experts, ...], at their offsets."""
+    for name, part in some.items():
+        offsets.of(name, part[0].nbytes)
+    buffers = torch.zeros(len(next(iter(some.values()))), offsets.nbytes, dtype=torch.uint8, device=device)
+    for name, part in _stacked_in(buffers, {name: part[0] for name, part in some.items()}, offsets).items():
+        to, source = wide(part, some[name])
+        to.copy_(source)
+    return buffers
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """Return views of tensors of one dtype and shape as the widest integers that all allow: a GPU copies an element of
+    eight bytes in the time of one of one byte."""
+    if not tensors[0].dim():
+        return list(tensors)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        if all(_can_be(tensor, dtype.itemsize) for tensor in tensors):
+            return [tensor.view(dtype) for tensor in tensors]
+    return list(tensors)
+
+
+def _can_be(tensor: Tensor, itemsize: int) -> bool:
+    """Whether rows of a tensor consist of whole aligned words."""
+    size = tensor.element_size()
+    places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return tensor.stride(-1) == 1 and size <= itemsize and all(place * size % itemsize == 0 for place in places)
+
+
+def _stacked_in(buffers: Tensor, parts: Mapping[str, Tensor], offsets: PartOffsets) -> dict[str, Tensor]:
+    """Return views of the parts of some experts in ``buffers``, each [experts, ...]; those of one expert are given."""
     found = {}
-    for name, part in {n: part for expert in experts for n, part in expert.parts().items()}.items():
+    for name, part in parts.items():
         begin = offsets.of(name, part.nbytes)
-        found[name] = buffers[:, begin : begin + part.nbytes].view(part.dtype).view(len(experts), *part.shape)
+        found[name] = buffers[:, begin : begin + part.nbytes].view(part.dtype).view(len(buffers), *part.shape)
     return found
 
 

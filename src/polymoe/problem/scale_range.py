@@ -96,6 +96,12 @@ def measure_scales(
 
 def _extremes(weights: ExpertWeights, limited: set[Encoding]) -> list[tuple[int, str, int, int]]:
     """Return the smallest and largest byte of the scales of each expert's projections; a GPU is waited for once."""
+    if weights.stacks is not None:
+        names = [projection for projection, encoding in weights.spec.encodings.items() if encoding in limited]
+        stacks = [weights.stacks[f"{name}.scales"].view(torch.uint8).flatten(1) for name in names]
+        pairs = [torch.stack(torch.aminmax(scales_EG, dim=1), 1) for scales_EG in stacks]
+        each = zip(names, torch.stack(pairs).tolist(), strict=True)
+        return [(e, name, low, high) for name, experts in each for e, (low, high) in enumerate(experts)]
     found: list[tuple[int, str, int, int]] = []
     there: list[Tensor] = []
     for e in range(weights.spec.local_experts):

@@ -191,6 +191,9 @@ class ExpertWeights:
     """``read_stacked(first, last)`` returns the tensors of experts ``first`` to ``last - 1`` by the names of
     :meth:`Expert.parts`, each [experts, ...]; None where that takes as many operations as reading one by one. Input
     scales that an expert lacks are NaN."""
+    stacks: Mapping[str, Tensor] | None = None
+    """What ``read_unchecked`` gives of all experts, by the names of :meth:`Expert.parts`, each [local_experts, ...], as
+    views of memory; None where it is not there so."""
 
     def peek(self, e: int) -> Expert:
         """Return expert ``e`` without any check, for callers that need only a part of it."""

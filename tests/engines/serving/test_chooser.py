@@ -15,7 +15,9 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
-from polymoe.layer import host_store
+from polymoe.layer import host_store, runtime
+from polymoe.planning.selection import Selection
+from polymoe.problem import Problem
 from polymoe.problem.verdict import Reasons
 from support.ranks import Ranks
 from support.stacked import facts_of
@@ -57,6 +59,25 @@ def test_a_layer_that_polymoe_runs() -> None:
     assert method.dummy
     assert method.plan.selection.role == "decode"
     assert choose(EngineSettings(role="prefill")).plan.selection.role == "prefill"
+
+
+def test_layers_of_one_kind_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Problem] = []
+
+    def select(problem: Problem, *args: Any, **kwargs: Any) -> Selection:
+        planned.append(problem)
+        return select_them(problem, *args, **kwargs)
+
+    select_them = runtime.select
+    monkeypatch.setattr(runtime, "select", select)
+    settings = EngineSettings()
+    chooser = LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
+    methods = [choose(settings, chooser=chooser) for _ in range(3)]
+    assert len(planned) == 1
+    assert len({id(method.plan.selection) for method in methods}) == 1
+    facts = facts_of("sums-gpt-oss-mxfp4", top_k=3)
+    assert choose(settings, chooser=chooser, facts=facts).plan.selection.problem.top_k == 3
+    assert len(planned) == 2
 
 
 def test_memory_for_experts_is_divided_among_the_layers_of_a_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from polymoe.checkpoint import Checkpoint
 from polymoe.engines.serving.sources import VLLM, StackedExperts, StackedSource, source_of
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
+from polymoe.layouts import LAYOUTS, staging
+from polymoe.layouts.pack_check import pack_checked
+from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import Expert
 from support.stacked import BUNDLED, MODELS, experts_of, sglang_experts_of, stacked
 
@@ -170,3 +174,59 @@ def test_zero_points_that_must_be_8() -> None:
 def test_every_row_names_dialects_that_exist_once() -> None:
     assert list(VLLM) == sorted(VLLM)
     assert all(isinstance(row, StackedSource) and row.dialects for row in VLLM.values())
+
+
+COMPUTED = ("sums-glm-4-nvfp4", "sums-mixtral-awq")  # reciprocals of scales, and columns of words
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("make", [experts_of, sglang_experts_of])
+@pytest.mark.parametrize("model", BUNDLED)
+def test_stacks_are_views_of_what_is_read_one_by_one(model: str, make: Callable[..., StackedExperts]) -> None:
+    experts = make(model, (0, 1), (0, 1))
+    weights = experts.weights(experts.spec(experts.count))
+    turned = experts.k_first and not experts.dialect.k_first
+    assert (weights.stacks is None) == (model in COMPUTED or turned)
+    for e in range(experts.count if weights.stacks else 0):
+        assert weights.stacks is not None
+        wanted = parts(weights.peek(e))
+        assert wanted.keys() == weights.stacks.keys()
+        for name, part in wanted.items():
+            assert weights.stacks[name][e].data_ptr() == part.data_ptr()
+            assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (weights.stacks[name][e], part)))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("sums-gpt-oss-mxfp4", "w4a16_fragments"), ("sums-kimi-k2-int4", "w4a16_fragments")]
+)
+def test_stacks_are_packed_as_experts_one_by_one(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of three, as on GPUs; what is wrong is named all the same."""
+    experts = experts_of(model, (0, 1), (0, 1))
+    weights = experts.weights(experts.spec(experts.count))
+    alone = pack_checked(LAYOUTS[layout], replace(weights, stacks=None), CPU, "layer 3")
+    monkeypatch.setattr(staging, "_IN_BLOCKS", ("cpu",))
+    monkeypatch.setattr(staging, "_BLOCK_BYTES", 3 * weights.spec.expert_bytes)
+    packed = pack_checked(LAYOUTS[layout], replace(weights, read=None), CPU, "layer 3")
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(packed.tensors[name], tensor), name
+    bias = experts.tensors.get("w2_bias", experts.tensors["w2_weight_scale"])
+    bias[5].view(-1)[7] = torch.nan
+    with pytest.raises(FormatError, match=r"w2_bias\[5\]" if experts.bias else r"layer down\[5\]"):
+        pack_checked(LAYOUTS[layout], weights, CPU, "layer 3")
+
+
+def test_the_range_of_stacked_scales() -> None:
+    experts = experts_of("sums-gpt-oss-mxfp4", (0, 1), (0, 1))
+    weights = experts.weights(experts.spec(experts.count))
+    for rows, byte in ((slice(0, 1), 160), (slice(9, 10), 90)):  # beyond what kernels decode, and far apart in a row
+        scales = experts.tensors["w13_weight_scale"]
+        assert measure_scales(weights) is None
+        before = scales[2, rows, :1].clone()
+        scales[2, rows, :1] = byte
+        found = measure_scales(weights)
+        assert found is not None
+        assert found == measure_scales(replace(weights, stacks=None))
+        scales[2, rows, :1] = before
+    scales[1, 0, 0] = 255
+    with pytest.raises(FormatError, match="experts, expert 1 gate"):
+        measure_scales(weights)

@@ -61,6 +61,7 @@ class LayerChooser:
         self.updates = Updates()
         self._planned: list[Problem] = []
         self._slots: int | None = None
+        self._requests: dict[tuple[str, str], PlanRequest] = {}
 
     def choose(
         self,
@@ -102,9 +103,7 @@ class LayerChooser:
         self.settings.check_names()
         judged: Rejected | _Judged = Rejected(tuple(refused.found))
         if not refused.found:
-            role = self.settings.role or role
-            request = PlanRequest(machine_of(device), role, self.settings.backend, BACKENDS, LAYOUTS)
-            judged = self._judge(create, describe, request)
+            judged = self._judge(create, describe, self._request(device, self.settings.role or role))
         if ranks is not None:
             require_agreement(judged.shared if isinstance(judged, _Judged) else None, ranks, where)
         if isinstance(judged, Rejected):
@@ -142,6 +141,13 @@ class LayerChooser:
                 error.where = "POLYMOE_EXPERT_MEMORY"
                 raise
         return self._slots
+
+    def _request(self, device: str, role: str) -> PlanRequest:
+        """Return the same one for all layers, which plans those of one kind once."""
+        if (device, role) not in self._requests:
+            request = PlanRequest(machine_of(device), role, self.settings.backend, BACKENDS, LAYOUTS)
+            self._requests[device, role] = request
+        return self._requests[device, role]
 
     def _judge(
         self,

@@ -247,7 +247,25 @@ class StackedExperts:
 
     def weights(self, spec: ExpertsSpec) -> ExpertWeights:
         """Return the experts, read one at a time; views of the tensors unless the dialect must be rearranged."""
-        return ExpertWeights(spec, self._read, lambda e: self._read(e, check=False))
+        return ExpertWeights(spec, self._read, lambda e: self._read(e, check=False), stacks=self._stacks())
+
+    def _stacks(self) -> dict[str, Tensor] | None:
+        """Return the experts' parts, each [E, ...], as views of the tensors; None if a part is computed from them."""
+        if any(tensor.is_meta for tensor in self.tensors.values()):
+            return None
+        memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
+        places = sorted({0, min(1, self.count - 1), self.count - 1})
+        experts = [self._read(e, check=False).parts() for e in places]
+        found = {}
+        for name, part in experts[0].items():
+            offsets = [int(expert[name].storage_offset()) for expert in experts]
+            step = (offsets[-1] - offsets[0]) // max(1, places[-1])
+            even = offsets == [offsets[0] + e * step for e in places]
+            owners = {expert[name].untyped_storage().data_ptr() for expert in experts}
+            if not even or len(owners) > 1 or not owners <= memory:
+                return None
+            found[name] = part.as_strided((self.count, *part.shape), (step, *part.stride()))
+        return found
 
     def plain_parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the matrices, or biases, of a tensor in 16 bits that has those of all experts: the part of an expert

@@ -184,7 +184,8 @@ class TakenOver:
         """
         self.created = tuple(tensors)
         # On the meta device: a reference to a tensor would keep its memory after the layer was packed.
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        # And not by empty_like, which imports sympy: seconds where no other code has done so.
+        shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
         self.experts = self.plan.experts_in(shapes)
         self.loaded = LoadedParts(self.experts)
         return tensors.keys() - set(self.experts.names)

@@ -39,14 +39,13 @@ def inverse(positions: tuple[int, ...]) -> tuple[int, ...]:
 def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tables of the moved bits of every lower and every upper half of a word, int32 [65536] each.
 
-    They are cached: to build them takes longer than to pack an expert, and to copy them to a GPU synchronizes.
+    They are cached: to build them takes longer than to pack an expert.
     """
-    halves = []
-    for half in (positions[:16], positions[16:]):
-        values = torch.arange(1 << 16, device="cpu")
-        moved = ((values >> bit & 1) << position for bit, position in enumerate(half))
-        halves.append(sum(moved, torch.zeros_like(values)))
-    low, high = (half.int().to(device) for half in halves)  # int() wraps: bit 31 is the sign
+    bits = torch.arange(1 << 16, device=device)[:, None] >> torch.arange(16, device=device) & 1
+    low, high = (
+        (bits << torch.tensor(half, device=device)).sum(1).int()  # int() wraps: bit 31 is the sign
+        for half in (positions[:16], positions[16:])
+    )
     return low, high
 
 

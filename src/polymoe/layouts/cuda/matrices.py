@@ -17,7 +17,7 @@ import torch
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.layouts.base import Packed, need_one_encoding
-from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, unchanged, unchanged_parts
+from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, unchanged, unchanged_parts, wide
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
@@ -247,7 +247,8 @@ def interleave_gate_up(halves: Sequence[Tensor]) -> Tensor:
 
 def deinterleave_gate_up(rows: Tensor, halves: int) -> list[Tensor]:
     """Return the projections: the inverse of :func:`interleave_gate_up`."""
-    return [h.flatten(0, 1) for h in rows.unflatten(0, (-1, halves, 8)).unbind(1)]
+    (words,) = wide(rows.contiguous())
+    return [h.flatten(0, 1).view(rows.dtype) for h in words.unflatten(0, (-1, halves, 8)).unbind(1)]
 
 
 def exchange_rows(rows: Tensor, inverse: bool = False) -> Tensor:
@@ -267,7 +268,11 @@ def as_taller(halves: Sequence[QuantTensor]) -> list[QuantTensor]:
     """
 
     def taller(q: QuantTensor) -> QuantTensor:
-        parts = {name: part.flatten(0, 1) for name, part in q.parts().items() if name != "global_scale"}
+        parts = {
+            name: wide(part)[0].flatten(0, 1).view(part.dtype)
+            for name, part in q.parts().items()
+            if name != "global_scale"
+        }
         first = None if q.global_scale is None else q.global_scale[0]
         return QuantTensor(encoding=q.encoding, global_scale=first, **parts)
 
