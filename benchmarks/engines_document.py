@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,12 @@ from share_plot import write_png
 
 from engines import common
 
-__all__ = ["answers", "loading", "picture", "speed", "steps"]
+__all__ = ["answers", "loading", "picture", "served", "serving_picture", "speed", "steps"]
 
 COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": "256", "moe_us_prefill": "8192"}
 """Fields of a record of ``speed``, and the number of tokens of such a step."""
 STEP_BATCHES = (1, 16, 64, 256)
+NEW_SERVER = "\n(new server)"
 
 
 def answers(path: Path, engine: str) -> str:
@@ -85,6 +87,42 @@ def picture(path: Path, engine: str, png: Path) -> None:
     axes.set_title(f"Time in the experts of {engine}, one H200")
     axes.grid(alpha=0.3)
     axes.legend()
+    write_png(figure, png)
+
+
+def served(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The last record of ``vllm bench serve`` by rate and experts; of servers that had answered the same requests
+    before, where there is one."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in sorted((row for row in _rows(path) if "rate" in row), key=lambda row: "compiled" in row):
+        found.setdefault(row["rate"], {})[row["experts"]] = row
+    return dict(sorted(found.items(), key=lambda item: float(item[0])))
+
+
+def serving_picture(path: Path, engine: str, png: Path) -> None:
+    """Draw the tokens per second and the 99th percentile between two tokens of :func:`served`; nothing without one."""
+    from matplotlib.figure import Figure
+
+    rates = served(path)
+    if not rates:
+        return
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    fields = {"output_throughput": "output tokens per second", "p99_itl_ms": "ms between two tokens, 99th percentile"}
+    for axes, (field, label) in zip(panels, fields.items(), strict=True):
+        for i, (experts, name) in enumerate((("polymoe", "polymoe"), ("auto", f"{engine}'s choice"))):
+            values = [by[experts][field] for by in rates.values()]
+            bars = axes.bar([x + 0.4 * i for x in range(len(rates))], values, width=0.38, label=name)
+            axes.bar_label(bars, fmt="{:.0f}", fontsize=8)
+        names = [f"{r}{'' if 'compiled' in by['polymoe'] else NEW_SERVER}" for r, by in rates.items()]
+        axes.set_xticks([x + 0.2 for x in range(len(rates))], [n.replace("inf", "all at once") for n in names])
+        axes.set_yscale("log")
+        axes.set_ylim(10 ** math.floor(math.log10(axes.get_ylim()[0])))
+        axes.set_xlabel("requests a second")
+        axes.set_title(label, fontsize=10)
+    panels[0].legend(loc="upper left")
+    model = next(iter(rates.values()))["polymoe"]["model"]
+    figure.suptitle(f"{model} in {engine} on one H100, 1,024 tokens in and 256 out")
     write_png(figure, png)
 
 

@@ -583,6 +583,8 @@ def main() -> None:
             engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)
         slots = newest(read(ROOT / "benchmarks" / "results" / "slots-h100.jsonl"))
         slots_plot.plot(slots, ROOT / "docs" / "offloading-h100.png")
+        records = ROOT / "benchmarks" / "results" / "vllm-h100.jsonl"
+        engines_document.serving_picture(records, "vLLM", ROOT / "docs" / "engines" / "vllm-serve-h100.png")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_document import served
 from torch import nn
 
 from engines import common, sglang_plugin, sglang_run
@@ -168,3 +170,17 @@ def test_reloaded_weights_are_compared_with_a_fresh_start(monkeypatch: pytest.Mo
             "changed_answers": 1,
         }
     ]
+
+
+def test_servers_that_were_warm_come_before_new_ones(tmp_path: Path) -> None:
+    rows = [
+        {"rate": "inf", "experts": "polymoe", "output_throughput": 1.0, "compiled": 0},
+        {"rate": "4", "experts": "polymoe", "output_throughput": 2.0},
+        {"rate": "inf", "experts": "polymoe", "output_throughput": 3.0},
+        {"rate": "inf", "experts": "auto", "output_throughput": 4.0},
+        {"experts": "auto", "serve": True},
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {(r, name): row["output_throughput"] for r, by in served(path).items() for name, row in by.items()}
+    assert found == {("4", "polymoe"): 2.0, ("inf", "polymoe"): 1.0, ("inf", "auto"): 4.0}
