@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_rows(rows: Mapping[str, list[BenchRow]]) -> None:
             assert r.version is not None
             assert r.version.startswith(version)
             assert r.error < 6e-3
-            assert json.loads(json.dumps(r.to_dict()))["peer"] == name
+            assert json.loads(json.dumps(asdict(r)))["peer"] == name
     for name in ("wrong", "silent"):
         assert [(row.wrong, row.record) for row in rows[f"peer:{name}"]] == [(True, None)] * 2
         assert all("WRONG, not timed" in row.note for row in rows[f"peer:{name}"])

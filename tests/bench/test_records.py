@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def test_a_line_has_exactly_the_fields(tmp_path: Path) -> None:
 
 
 def test_records_from_before_they_said_their_kernels_are_read(tmp_path: Path) -> None:
-    old = {name: value for name, value in ONE.to_dict().items() if name not in ("family", "config")}
+    old = {name: value for name, value in asdict(ONE).items() if name not in ("family", "config")}
     (tmp_path / "r.jsonl").write_text(json.dumps(old))
     assert read(tmp_path / "r.jsonl") == [ONE]
 
@@ -51,7 +51,7 @@ def test_the_newest_of_a_key_counts() -> None:
     assert len(newest([replace(ONE, **{f: "x"}) for f in ("case", "backend", "format", "routing", "device")])) == 5
 
 
-WHOLE = json.dumps(ONE.to_dict())
+WHOLE = json.dumps(asdict(ONE))
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,6 @@ def test_rows_there_and_back_through_json() -> None:
     assert Measured.from_dict(json.loads(json.dumps(row(4).to_dict()))) == row(4)
 
 
-def test_a_row_of_a_renamed_backend_has_its_new_name() -> None:
-    assert Measured.from_dict(row(backend="hopper").to_dict()).backend == "cuda"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,7 +265,7 @@ class TestReports:
             "triton": "3.8.0", "commit": "a", "date": "2027",
         }  # fmt: skip
         source = read(write_proof.ROOT / "benchmarks/results/triton-h200.jsonl")[0]
-        record = replace(source, device="rtx5090", family="grouped_gemm_short_k").to_dict()
+        record = asdict(replace(source, device="rtx5090", family="grouped_gemm_short_k"))
         report = tmp_path / "issue.txt"
         lines = [
             line,

@@ -14,7 +14,6 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.serve import continuous_batching, shared_sampling
 from polymoe.serve.app import ModelServer
 from polymoe.serve.continuous_batching import Batching
-from polymoe.serve.generation import choose_generation
 from polymoe.serve.metrics import ServerMetrics
 from support.serving import AUTHORIZED, CONTEXT, HELDOUT, Running, batching_server, said
 
@@ -37,7 +36,7 @@ def test_continuous_batching_is_refused_on_a_cpu(server: Running, asked: dict[st
 def test_it_is_the_default_where_the_model_allows_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**asked: Any) -> Any:
         metrics = ServerMetrics(name="sums", model=server.model)
-        return choose_generation(server.model, metrics, threading.Event(), **asked)[1]
+        return continuous_batching.choose_generation(server.model, metrics, threading.Event(), **asked)[1]
 
     assert chosen() == "continuous batching needs one CUDA device, got cpu"
     assert chosen(shared=False) == "not asked for"
@@ -49,7 +48,7 @@ def test_it_is_the_default_where_the_model_allows_it(server: Running, monkeypatc
         def _first_answer(self) -> str | None:
             return "out of memory"
 
-    monkeypatch.setattr("polymoe.serve.generation.ContinuousBatching", Fails)
+    monkeypatch.setattr("polymoe.serve.continuous_batching.ContinuousBatching", Fails)
     before = server.model.config._attn_implementation
     assert chosen() == "continuous batching needs an answer of one token, got out of memory"
     assert server.model.config._attn_implementation == before

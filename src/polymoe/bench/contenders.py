@@ -14,7 +14,6 @@ from polymoe.backends.base import inputs_of
 from polymoe.bench import baseline
 from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record
-from polymoe.common.backend_names import backend_hint
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import Packed
 from polymoe.machine import Machine, host_memory
@@ -90,7 +89,7 @@ def own_contenders(
     known = [*BACKENDS, baseline.NAME]
     for name in names or ():
         if name not in known:
-            raise ArgumentError("backends", got=repr(name), hint=backend_hint(name, known))
+            raise ArgumentError("backends", got=repr(name), hint=nearest(name, known))
     found: list[LayerContender | BenchRow] = []
     for name in known if names is None else dict.fromkeys(names):
         plain, plan = name == baseline.NAME, None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +57,6 @@ class ModelRecord:
     misses: float | None = None
     copied_bytes: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -76,7 +71,3 @@ class Failed:
     def __str__(self) -> str:
         named = [self.experts, self.implementation, self.phase, "" if self.batch is None else f"batch {self.batch}"]
         return f"not measured: {', '.join(filter(None, named))}: {self.reason}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polymoe.common.atomic import append_line, is_cut_short
-from polymoe.common.backend_names import current_name
 from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
@@ -23,14 +22,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _BACKENDS = ("backend", "implementation")  # fields of lines that name a backend
-
-
-class Line(Protocol):
-    """A value that :func:`append` can write as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        ...
+_RENAMED = {"hopper": "cuda"}
+"""Backends that had another name when records were made, by that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +92,6 @@ class Record:
             **fields,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
@@ -151,13 +140,13 @@ def check_writable(path: Path) -> None:
         raise ArgumentError("out", expected="a file to append to", got=str(error)) from error
 
 
-def append(path: Path, record: Line) -> None:
-    """Append one line, whole or not at all; processes that share a file do not mix their lines.
+def append(path: Path, record: Any) -> None:
+    """Append a dataclass as one line of JSON, whole or not at all; processes that share a file do not mix their lines.
 
     Raises:
         OSError: if the whole line cannot be written.
     """
-    append_line(path, json.dumps(record.to_dict()))
+    append_line(path, json.dumps(asdict(record)))
 
 
 def read(path: Path) -> list[Record]:
@@ -187,12 +176,16 @@ def read_lines(path: Path, build: Callable[[dict[str, Any]], _T], expected: str)
             values = parse_json(line)
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
-            named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
+            named = {name: _current_name(str(values[name])) for name in _BACKENDS if name in values}
             found.append(build({**values, **named}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             got = f"{line[:80].decode(errors='replace')}: {error}"
             raise ArgumentError(f"{path}, line {number}", expected=expected, got=got) from error
     return found
+
+
+def _current_name(names: str) -> str:
+    return "+".join(_RENAMED.get(name, name) for name in names.split("+"))
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

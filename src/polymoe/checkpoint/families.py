@@ -45,7 +45,7 @@ class ModelFamily:
     name: str
     model_types: tuple[str, ...]
     containers: tuple[str, ...] = ()
-    arrangements: tuple[Arrangement, ...] = ()
+    arrangements: tuple[Arrangement, ...] = (UNFUSED, STACKED)
     places: tuple[tuple[str, Arrangement], ...] = ()
     describe: Callable[[ConfigReader], MoeConfig]
     uneven_tp: bool = False
@@ -162,14 +162,12 @@ _ROWS = (
         name="deepseek-v3",
         model_types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
         containers=(f"model.{_MLP}",),
-        arrangements=(UNFUSED, STACKED),
         describe=describe.deepseek_v3,
     ),
     ModelFamily(
         name="kimi-k2.5",
         model_types=("kimi_k25",),
         containers=(f"language_model.model.{_MLP}", f"language_model.{_MLP}", f"model.language_model.{_MLP}"),
-        arrangements=(UNFUSED, STACKED),
         describe=describe.deepseek_v3,
     ),
     ModelFamily(
@@ -202,14 +200,12 @@ _ROWS = (
         name="glm-4",
         model_types=("glm4_moe", "glm4_moe_lite"),
         containers=(f"model.{_MLP}",),
-        arrangements=(UNFUSED, STACKED),
         describe=describe.glm,
     ),
     ModelFamily(
         name="qwen3",
         model_types=("qwen3_moe",),
         containers=(f"model.{_MLP}",),
-        arrangements=(UNFUSED, STACKED),
         describe=describe.qwen3,
         fp8_scale="bfloat16",
     ),
@@ -217,7 +213,6 @@ _ROWS = (
         name="qwen3-next",
         model_types=("qwen3_next",),
         containers=(f"model.{_MLP}",),
-        arrangements=(UNFUSED, STACKED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),

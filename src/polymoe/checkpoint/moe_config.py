@@ -6,6 +6,7 @@ Defaults of missing keys are those of Transformers' configuration classes.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polymoe.checkpoint.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
@@ -94,21 +95,43 @@ class MoeConfig:
         return self.routers[self.place(layer)]
 
 
+_MIXTRAL = ("num_local_experts", "num_experts")
+
+
+def _config(
+    keys: ConfigReader,
+    layers: Sequence[int],
+    routers: Sequence[Router],
+    num_layers: int,
+    *,
+    experts: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    hidden: tuple[str, ...] = ("hidden_size",),
+    width: str = "moe_intermediate_size",
+    activation: Activation | None = None,
+    bias: bool = False,
+) -> MoeConfig:
+    """The config of these layers; ``experts``, ``hidden`` and ``width`` are names of keys."""
+    return MoeConfig(
+        hidden=keys.width(*hidden),
+        intermediate=keys.width(width),
+        experts=keys.experts(*experts),
+        top_k=routers[0].top_k if routers else 0,  # without layers MoeConfig raises
+        bias=bias,
+        activation=activation or keys.activation(),
+        layers=tuple(layers),
+        routers=tuple(routers),
+        num_layers=num_layers,
+    )
+
+
 def gpt_oss(keys: ConfigReader) -> MoeConfig:
     """gpt-oss: softmax over the chosen experts; every layer has experts, and every projection a bias."""
     top_k, layers = keys.top_k("num_experts_per_tok", "experts_per_token"), keys.layers()
     alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("intermediate_size"),
-        experts=keys.experts("num_local_experts", "num_experts"),
-        top_k=top_k,
-        bias=True,
-        activation=keys.activation(alpha=alpha, beta=1.0, limit=limit),
-        layers=tuple(range(layers)),
-        routers=(TopKSoftmax(top_k),) * layers,
-        num_layers=layers,
-    )
+    return _config(
+        keys, range(layers), [TopKSoftmax(top_k)] * layers, layers, experts=_MIXTRAL, width="intermediate_size",
+        activation=keys.activation(alpha=alpha, beta=1.0, limit=limit), bias=True,
+    )  # fmt: skip
 
 
 def _sigmoid(keys: ConfigReader, *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
@@ -126,16 +149,7 @@ def _sigmoid(keys: ConfigReader, *, scaling: float, groups: tuple[int, int], den
         step = keys.integer("moe_layer_freq", default=1, most=MOST_LAYERS)
         layers = tuple(i for i in range(first, num_layers) if i % step == 0)
     router = _sigmoid_router(keys, scaling, groups)
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("moe_intermediate_size"),
-        experts=keys.experts("n_routed_experts", "num_local_experts"),
-        top_k=router.top_k,
-        activation=keys.activation(),
-        layers=layers,
-        routers=(router,) * len(layers),
-        num_layers=num_layers,
-    )
+    return _config(keys, layers, [router] * len(layers), num_layers)
 
 
 def _sigmoid_router(keys: ConfigReader, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
@@ -181,16 +195,8 @@ def deepseek_v4(keys: ConfigReader, *, hashed: int = 3) -> MoeConfig:
     }
     if len(kinds) != num_layers or not set(kinds) <= set(routers):
         raise keys.error("mlp_layer_types", f"{num_layers} of hash_moe and moe", list(kinds))
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("moe_intermediate_size"),
-        experts=keys.experts("n_routed_experts", "num_local_experts"),
-        top_k=top_k,
-        activation=keys.activation(limit=keys.number("swiglu_limit", 10.0)),
-        layers=tuple(range(num_layers)),
-        routers=tuple(routers[kind] for kind in kinds),
-        num_layers=num_layers,
-    )
+    activation = keys.activation(limit=keys.number("swiglu_limit", 10.0))
+    return _config(keys, range(num_layers), [routers[kind] for kind in kinds], num_layers, activation=activation)
 
 
 def deepseek_v41(keys: ConfigReader) -> MoeConfig:
@@ -207,17 +213,10 @@ def nemotron_h(keys: ConfigReader) -> MoeConfig:
         raise keys.error("layers_block_type or hybrid_override_pattern", expected, list(kinds) or None)
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "moe")
     router = _sigmoid_router(keys, scaling=1.0, groups=(1, 1))
-    return MoeConfig(
-        hidden=keys.width("moe_latent_size", "hidden_size"),
-        intermediate=keys.width("moe_intermediate_size"),
-        experts=keys.experts("n_routed_experts", "num_local_experts"),
-        top_k=router.top_k,
-        bias=keys.flag("mlp_bias", False),
-        activation=keys.activation("mlp_hidden_act", gated=False, default="relu2"),
-        layers=layers,
-        routers=(router,) * len(layers),
-        num_layers=len(kinds),
-    )
+    return _config(
+        keys, layers, [router] * len(layers), len(kinds), hidden=("moe_latent_size", "hidden_size"),
+        activation=keys.activation("mlp_hidden_act", gated=False, default="relu2"), bias=keys.flag("mlp_bias", False),
+    )  # fmt: skip
 
 
 def qwen(keys: ConfigReader, *, renormalize: bool = True) -> MoeConfig:
@@ -226,16 +225,7 @@ def qwen(keys: ConfigReader, *, renormalize: bool = True) -> MoeConfig:
     dense = frozenset(keys.items("mlp_only_layers", int, most=MOST_LAYERS) or ())
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     router = SoftmaxTopK(keys.top_k("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("moe_intermediate_size"),
-        experts=keys.experts("num_experts", "num_local_experts"),
-        top_k=router.top_k,
-        activation=keys.activation(),
-        layers=layers,
-        routers=(router,) * len(layers),
-        num_layers=num_layers,
-    )
+    return _config(keys, layers, [router] * len(layers), num_layers, experts=("num_experts", "num_local_experts"))
 
 
 def qwen3(keys: ConfigReader) -> MoeConfig:
@@ -246,16 +236,8 @@ def qwen3(keys: ConfigReader) -> MoeConfig:
 def mixtral(keys: ConfigReader) -> MoeConfig:
     """Mixtral: every layer has experts."""
     num_layers, top_k = keys.layers(), keys.top_k("num_experts_per_tok", default=2)
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("intermediate_size"),
-        experts=keys.experts("num_local_experts", "num_experts"),
-        top_k=top_k,
-        activation=keys.activation(),
-        layers=tuple(range(num_layers)),
-        routers=(SoftmaxTopK(top_k, True),) * num_layers,
-        num_layers=num_layers,
-    )
+    routers = [SoftmaxTopK(top_k, True)] * num_layers
+    return _config(keys, range(num_layers), routers, num_layers, experts=_MIXTRAL, width="intermediate_size")
 
 
 def llama4(keys: ConfigReader) -> MoeConfig:
@@ -266,13 +248,5 @@ def llama4(keys: ConfigReader) -> MoeConfig:
     if layers and not 0 <= layers[0] <= layers[-1] < num_layers:
         raise keys.error("moe_layers", f"layers from 0 to {num_layers - 1}", list(layers))
     top_k = keys.top_k("num_experts_per_tok", default=1)
-    return MoeConfig(
-        hidden=keys.width("hidden_size"),
-        intermediate=keys.width("intermediate_size"),
-        experts=keys.experts("num_local_experts"),
-        top_k=top_k,
-        activation=keys.activation(),
-        layers=layers,
-        routers=(SigmoidInput(top_k),) * len(layers),
-        num_layers=num_layers,
-    )
+    routers = [SigmoidInput(top_k)] * len(layers)
+    return _config(keys, layers, routers, num_layers, experts=("num_local_experts",), width="intermediate_size")

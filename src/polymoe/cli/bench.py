@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +87,8 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
     Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
     layer.check(of_case=vars(changes))
-    from polymoe.bench.records import append, check_writable
-
     bench = _prepared(layer, changes, calls, contenders.device, output)
-    if output.out is not None:
-        check_writable(output.out)
+    append = output.appender()
     workload, device = bench.workload, bench.machine.device
     routed = f"{bench.distribution.name} routing"
     say(f"{workload.case}: {workload.problem}; {routed}, on {device}")
@@ -100,8 +97,8 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
         with Progress("bench kernels") as progress:
             for row in _rows(bench, calls, contenders, progress.update):
                 rows.append(row)
-                if output.out is not None and row.record is not None:
-                    append(output.out, row.record)
+                if row.record is not None:
+                    append(row.record)
     finally:  # after an interruption too, print finished rows
         if output.json and rows:
             print_json([_plain(row) for row in rows])
@@ -176,4 +173,4 @@ def _plain(row: BenchRow) -> dict[str, Any]:
         why = {"backend": row.backend, "tokens": row.tokens, "wrong": row.wrong, "note": row.note}
         return why if row.version is None else {**why, "version": row.version}
     extra = {} if row.tokens_per_joule is None else {"tokens_per_joule": row.tokens_per_joule}
-    return {**row.record.to_dict(), "timed_by": row.note, **extra}
+    return {**asdict(row.record), "timed_by": row.note, **extra}

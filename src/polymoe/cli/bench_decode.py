@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +90,13 @@ def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output
     require_checkpoint(checkpoint)
     from polymoe.bench.decode import ModelBench
     from polymoe.bench.model_records import ModelRecord
-    from polymoe.bench.records import Stamp, append, check_writable
+    from polymoe.bench.records import Stamp
 
     _check_attention(computing)
     machine, where = measured_on(computing.device)
     if computing.graphs and where.type != "cuda":
         raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
-    if output.out is not None:
-        check_writable(output.out)
+    append = output.appender()
     prompt_len, prefill_len = _lengths(checkpoint, steps.prompt_len, steps.steps, steps.prefill_len)
     bench = ModelBench(
         checkpoint="-".join(filter(None, (Path(checkpoint).name, computing.experts))),
@@ -116,8 +115,8 @@ def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output
         with Progress("bench decode") as progress:
             for row in bench.rows([loads[name] for name in steps.measure], steps.batch_size, progress.update):
                 rows.append(row)
-                if output.out is not None and isinstance(row, ModelRecord):
-                    append(output.out, row)
+                if isinstance(row, ModelRecord):
+                    append(row)
     finally:  # after an interruption too, print finished rows
         _print(rows, f"{bench.checkpoint}, {machine.device}", json=output.json)
     if machine.device.rates == "nominal":
@@ -164,8 +163,8 @@ def _print(rows: list[ModelRecord | Failed], title: str, *, json: bool) -> None:
     if json and rows:
         print_json(
             {
-                "records": [r.to_dict() for r in measured],
-                "not_measured": [f.to_dict() for f in failed],
+                "records": [asdict(r) for r in measured],
+                "not_measured": [asdict(f) for f in failed],
                 **{
                     f"packed_to_{other.replace('-', '_')}": [{"what": what, "ratio": ratio} for what, ratio in pairs]
                     for other, pairs in ratios.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.serving.client import Server
-    from polymoe.bench.serving.record import Load, ServingRecord
+    from polymoe.bench.serving.client import Client
+    from polymoe.bench.serving.record import ServingRecord
+    from polymoe.bench.serving.run import ServingBench
 
 _counts = numbers(1, 10**9)
 
@@ -73,72 +74,69 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
     For steady load, guidellm asks the same server: docs/serving-benchmarks.md has the command.
     Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
-    from polymoe.bench.records import append, check_writable
-    from polymoe.bench.serving.client import Server
+    from polymoe.bench.serving.client import Client, Server
     from polymoe.bench.serving.run import rows
 
     # Errors that would appear after minutes of measuring are found here.
     server = Server(url=access.server, api_key=access.api_key or "none", timeout_s=access.timeout_s)
     planned = rows(load.batch_size, load.input_len, load.output_len)
-    if output.out is not None:
-        check_writable(output.out)
+    append = output.appender()
     meter = _meter(gpus.gpu_ids, gpus.gpus, server.host)
     found: list[ServingRecord] = []
 
     def keep(record: ServingRecord) -> None:
         found.append(record)
         progress.advance()
-        if output.out is not None:
-            append(output.out, record)
+        append(record)
+
+    async def measure() -> None:
+        async with Client(server, model=access.model, chat=access.chat, extra=access.extra) as client:
+            bench = await _prepared(client, load, gpus, output, meter, progress.update)
+            await bench.run(planned, keep)
 
     try:
         with Progress("bench serve", len(planned)) as progress:
-            asyncio.run(_measure(server, access, planned, keep, progress.update, load, gpus, output, meter))
+            asyncio.run(measure())
     finally:  # after an interruption too, print finished rows
         _report(found, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
 
 
-async def _measure(
-    server: Server,
-    access: _Access,
-    planned: list[Load],
-    keep: Callable[[ServingRecord], None],
-    progress: Callable[[str], None],
+async def _prepared(
+    client: Client,
     load: _Load,
     gpus: _Gpus,
     output: _Output,
     meter: EnergyMeter | None,
-) -> None:
-    """Measure every row."""
+    progress: Callable[[str], None],
+) -> ServingBench:
+    """Return the benchmark, once the server has answered and counted."""
     from polymoe.bench.records import source
-    from polymoe.bench.serving.client import Client
     from polymoe.bench.serving.prompts import Prompts
     from polymoe.bench.serving.record import Origin
     from polymoe.bench.serving.run import ServingBench
 
-    async with Client(server, model=access.model, chat=access.chat, extra=access.extra) as client:
-        await client.settle()
-        if not client.ignores_eos:
-            say("the server refuses ignore_eos: answers may end early")
-        seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
-        prompts = Prompts(client.count, seed=seed)
-        await prompts.calibrate()
-        origin = Origin(
-            label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
-            model=client.model, engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus,
-            seed=seed, commit=output.commit or source(), command=command_line(),
-        )  # fmt: skip
-        bench = ServingBench(client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress)
-        await bench.run(planned, keep)
+    await client.settle()
+    server = client.server
+    if not client.ignores_eos:
+        say("the server refuses ignore_eos: answers may end early")
+    seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
+    prompts = Prompts(client.count, seed=seed)
+    await prompts.calibrate()
+    origin = Origin(
+        label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
+        model=client.model, engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus,
+        seed=seed, commit=output.commit or source(), command=command_line(),
+    )  # fmt: skip
+    return ServingBench(client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress)
 
 
 def _report(found: list[ServingRecord], output: _Output) -> None:
     from polymoe.bench.serving import report
 
     if output.json and found:
-        print_json([record.to_dict() for record in found])
+        print_json([asdict(record) for record in found])
     elif found:
         shown = report.columns(found)
         rows = zip(*(column for _, column in shown), strict=True)

@@ -436,6 +436,19 @@ class RecordOutput(Output):
     out: Path | None = option(None, "Append each record to this file as one JSON line.")
     commit: str | None = option(None, "Commit for the records, if git does not know it.")
 
+    def appender(self) -> Callable[[Any], None]:
+        """What appends a record to the file, if one is named.
+
+        Raises:
+            ArgumentError: if it cannot be written.
+        """
+        from polymoe.bench.records import append, check_writable
+
+        if self.out is None:
+            return lambda record: None
+        check_writable(self.out)
+        return functools.partial(append, self.out)
+
 
 @dataclass(frozen=True)
 class RecordedRouting:

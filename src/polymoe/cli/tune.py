@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polymoe.cli.options import MeasuredLayer, OnDevice, Output, backend_names, listed, option, token_counts
 from polymoe.cli.output import cells, command_line, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,6 @@ def _require_choice(choice: bool, kind: str) -> None:
 def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Return the named backends, or all that ``auto`` may choose."""
     from polymoe.backends import BACKENDS
-    from polymoe.common.backend_names import backend_hint
     from polymoe.errors import UnsupportedProblem
     from polymoe.planning.select import select
     from polymoe.problem.verdict import Accepted
@@ -154,7 +153,7 @@ def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -
     if names is not None:
         for name in names:
             if name not in BACKENDS:
-                raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, BACKENDS))
+                raise ArgumentError("--backends", got=repr(name), hint=nearest(name, BACKENDS))
         return [BACKENDS[name] for name in dict.fromkeys(names)]
     verdicts = {c.backend: c.verdict for c in select(problem, machine).candidates}
     fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.opt_in_reason]

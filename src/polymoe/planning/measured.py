@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from polymoe.common.backend_names import current_name
 from polymoe.errors import FormatError
 from polymoe.problem import Problem
 
@@ -101,7 +100,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: object) -> Measured:
-        """Return the row that :meth:`to_dict` wrote; a backend that was renamed has its new name.
+        """Return the row that :meth:`to_dict` wrote.
 
         Raises:
             FormatError: if fields are missing, unknown or of another type.
@@ -110,8 +109,7 @@ class Measured:
         if not isinstance(data, dict) or data.keys() != names:
             got = ", ".join(map(str, data)) if isinstance(data, dict) else repr(data)
             raise FormatError("row", expected=f"the fields {', '.join(sorted(names))}", got=got[:200])
-        backend = data["backend"]
-        return cls(**{**data, "backend": current_name(backend) if isinstance(backend, str) else backend})
+        return cls(**data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 from polymoe.errors import FormatError
 from polymoe.machine import DEVICES, Device
@@ -86,10 +86,6 @@ class RunLine:
     def cell(self) -> tuple[str, str, str, str, str]:
         """What the status belongs to."""
         return (self.backend, self.family, self.format, self.activations, self.device)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 class Proofs:

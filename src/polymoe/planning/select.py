@@ -16,9 +16,8 @@ from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
 from polymoe.backends.judge import failed, judge
 from polymoe.checkpoint import Checkpoint
-from polymoe.common.backend_names import backend_hint
 from polymoe.common.plugins import PluginError, guarded
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, nearest
 from polymoe.layouts import LAYOUTS, Layout
 from polymoe.machine import Machine
 from polymoe.planning.measured import Table
@@ -89,7 +88,7 @@ def require_backend(name: str, backends: Iterable[str]) -> None:
     """
     known = ["auto", *backends]
     if name not in known:
-        raise ArgumentError("backend", expected="the name of a backend", got=repr(name), hint=backend_hint(name, known))
+        raise ArgumentError("backend", expected="the name of a backend", got=repr(name), hint=nearest(name, known))
 
 
 def resolve_activations(

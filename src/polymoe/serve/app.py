@@ -26,8 +26,8 @@ from polymoe.engines.transformers.model_config import context_length
 from polymoe.engines.transformers.replies import ReplyReader
 from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
 from polymoe.serve.choices import AnswerChoice, ChoicePart
+from polymoe.serve.continuous_batching import choose_generation
 from polymoe.serve.errors import answer_errors, failed, refusal
-from polymoe.serve.generation import choose_generation
 from polymoe.serve.in_flight import Threads, current, in_thread
 from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.metrics import ServerMetrics

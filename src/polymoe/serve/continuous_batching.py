@@ -22,6 +22,7 @@ from polymoe.serve.errors import cut_off, failed, unavailable
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import greedy_config
+from polymoe.serve.sequential import Sequential
 from polymoe.serve.shared_sampling import SharedSampling, require_hooks
 
 log = logging.getLogger("polymoe")
@@ -206,3 +207,42 @@ class ContinuousBatching:
         """Wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
         self._cb.stop(block=True, timeout=max(timeout_s, 2.0))
         return not self._cb.is_running()
+
+
+def choose_generation(
+    model: Any,
+    metrics: ServerMetrics,
+    stopping: threading.Event,
+    *,
+    shared: bool | None = None,
+    graphs: bool | None = None,
+    cache_memory: float | None = None,
+) -> tuple[ContinuousBatching | Sequential, str]:
+    """What runs the requests of one model, and why they do not share forward passes; "" if they do.
+
+    Args:
+        model: as :func:`polymoe.engines.transformers.load` returns it.
+        metrics: counts tokens and times.
+        stopping: once set, generations end at their next token, and those that wait are refused.
+        shared: whether requests share forward passes; None for wherever that is faster.
+        graphs, cache_memory: of shared forward passes, as in :class:`Batching`.
+
+    Raises:
+        UnsupportedProblem: if requests are to share forward passes, or steps to be captured, and the model or the
+            device does not allow it.
+    """
+    # An option that only shared forward passes have asks for them.
+    wanted, why = shared or graphs or cache_memory is not None, "not asked for"
+    if shared is not False:
+        try:
+            batching = Batching.of(model, graphs=graphs, cache_memory=cache_memory)
+            if wanted or batching.paged:
+                return ContinuousBatching(model, metrics, stopping, batching), ""
+            why = "the model needs 16 bit, a GPU since SM80 and attention without a cap"
+        except UnsupportedProblem as error:
+            if wanted:
+                raise
+            why = f"{error.where} needs {error.expected}, got {error.got}"
+            if model.device.type == "cuda":
+                log.warning("requests run one after the other: %s", error)
+    return Sequential(model, metrics, stopping), why

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -190,6 +190,6 @@ def test_each_batch_size_is_warmed_up_once_and_with_other_prompts() -> None:
 def test_a_record_is_a_line() -> None:
     with Standin(breaks={0: "500"}).running() as standin:
         failed, whole = measured(standin, replace(BATCH, batch_size=1), BATCH)
-    values = json.loads(json.dumps(whole.to_dict()))
+    values = json.loads(json.dumps(asdict(whole)))
     assert values["itl_us"].keys() == {"mean", "p50", "p90", "p99", "max"}
     assert (failed.itl_us, failed.output_tps, failed.errors) == (None, None, {"HTTP 500: a fault": 1})

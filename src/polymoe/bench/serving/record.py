@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from polymoe.bench.records import utc_now
 from polymoe.bench.serving.client import TimedAnswer
@@ -110,10 +109,6 @@ class ServingRecord(Origin, Load):
     client_load: float
     notes: tuple[str, ...]
     date: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def record(
