@@ -35,7 +35,6 @@ from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
 from polymoe.bench.serving.measures import Percentiles
 from polymoe.common.atomic import replace_file
-from polymoe.common.backend_names import current_name
 from polymoe.common.install_command import install_command
 from polymoe.common.json_input import read_fields
 from polymoe.explanation import explain
@@ -349,7 +348,7 @@ def _share(r: ModelRecord) -> float | None:
 
 def _speed(r: ModelRecord) -> str:
     plain = r.phase == "decode" and not r.graphs
-    return f"{r.tokens_per_second:,.0f} ({current_name(r.implementation)}{', no graph' if plain else ''})"
+    return f"{r.tokens_per_second:,.0f} ({r.implementation}{', no graph' if plain else ''})"
 
 
 def serve(path: Path) -> str:

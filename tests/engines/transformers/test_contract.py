@@ -138,11 +138,11 @@ def overriding() -> list[tuple[type, str]]:
 
     kinds = [quantizer.PackedQuantizer, quantizer.PackedConfig]
     try:
-        from polymoe.serve import app, continuous_batching, generation, sequential
+        from polymoe.serve import app, continuous_batching, sequential
     except ImportError:
         pass
     else:
-        for module in (app, continuous_batching, generation, sequential):
+        for module in (app, continuous_batching, sequential):
             kinds += [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     return [
         (kind, name)
