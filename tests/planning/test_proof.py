@@ -337,22 +337,29 @@ class TestRecorder:
         assert write_proof.proofs(tmp_path) == []
 
     @pytest.mark.parametrize(
-        ("node", "marked", "error", "lines"),
+        ("node", "marks", "error", "lines"),
         [
-            ("tests/backends/test_x.py::test", True, None, [True]),
-            ("tests/backends/test_x.py::test", True, AssertionError, [False]),
-            ("tests/backends/test_x.py::test", True, pytest.skip.Exception, []),
-            ("tests/backends/test_x.py::test", False, None, []),
-            ("tests/bench/test_x.py::test", True, None, []),
+            ("tests/backends/test_x.py::test", ("gpu",), None, [True]),
+            ("tests/backends/test_x.py::test", ("gpu",), AssertionError, [False]),
+            ("tests/backends/test_x.py::test", ("gpu",), pytest.skip.Exception, []),
+            ("tests/backends/test_x.py::test", (), None, []),
+            ("tests/gpu/test_x.py::test", ("gpu", "slow"), AssertionError, []),
+            ("tests/bench/test_x.py::test", ("gpu",), None, []),
         ],
     )
     def test_what_counts(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, marked: bool, error: Any, lines: list[bool]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        node: str,
+        marks: tuple[str, ...],
+        error: Any,
+        lines: list[bool],
     ) -> None:
         recorder = self.noted(monkeypatch, "cpu")
         cells = set(recorder.cells)
         plugin = Plugin(tmp_path / "run.jsonl", recorder)
-        item: Any = SimpleNamespace(nodeid=node, keywords={"gpu": marked} if marked else {})
+        item: Any = SimpleNamespace(nodeid=node, keywords=dict.fromkeys(marks, True))
         hook = plugin.pytest_runtest_call(item)
         next(hook)
         assert recorder.cells == set()  # those of the test before

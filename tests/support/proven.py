@@ -2,7 +2,8 @@
 
 Every call that a test marked ``gpu`` makes of a backend on a GPU is noted: the backend, the kernel family, the format,
 the activations. When the test has ended, each of them becomes a line of the file, with whether the test passed. Tests
-of these directories compare results with the reference; others, which time calls or load models, prove nothing here.
+of these directories compare results with the reference. Others, and slow ones, which measure time and memory, neither
+prove nor refute anything here.
 ``benchmarks/write_proof.py`` reads the file.
 """
 
@@ -73,7 +74,7 @@ class Plugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, None]:
         self.recorder.cells.clear()
         outcome = yield
-        if "gpu" in item.keywords and item.nodeid.startswith(DIRECTORIES):
+        if "gpu" in item.keywords and "slow" not in item.keywords and item.nodeid.startswith(DIRECTORIES):
             passed = outcome.excinfo is None
             if passed or not issubclass(outcome.excinfo[0], pytest.skip.Exception):
                 self.write(item.nodeid.partition("::")[0], passed)
