@@ -92,15 +92,6 @@ class TestExplain:
         assert (code, out) == (1 if "name too long" in message else 2, "")
         assert message in err
 
-    def test_a_split_group_is_refused_with_the_sizes_that_work(self, cli: Cli, tmp_path: Path) -> None:
-        nemotron = config(
-            "nemotron-3-nvfp4", latent=1024, hidden=4096, intermediate=2688, experts=512, top_k=22, layers=88
-        )
-        code, out, err = cli("explain", write(tmp_path / "config.json", nemotron), "--tp", 16)
-        assert (code, out) == (2, "")
-        assert "168 is not a multiple of 16" in err
-        assert "1, 2, 3, 4, 6, 7, 8" in err
-
     def test_a_named_backend(self, cli: Cli) -> None:
         code, out, _ = cli("explain", SUMS, "--device", "a100", "--backend", "reference")
         assert code == 0

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import polymoe
 from polymoe.checkpoint.known_models import known_models
 from polymoe.common.units import format_ranges
-from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
+from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.explanation import Ranks, fit_of
 from polymoe.machine import DEVICES
 
@@ -384,20 +384,6 @@ def test_a_named_backend_must_run_it() -> None:
     assert polymoe.explain(SUMS, device="b200", backend="reference").rows[0].selection.plan is not None
     with pytest.raises(ArgumentError, match="known: auto, cuda, "):
         polymoe.explain(SUMS, backend="fastest")
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("no/such/place", CheckpointNotFound, "no/such/place"),
-        ("README.md", CheckpointError, "config.json"),
-        ("docs", CheckpointNotFound, "config.json"),
-    ],
-)
-def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], message: str) -> None:
-    target = Path(__file__).parents[2] / path
-    with pytest.raises(error, match=message):
-        polymoe.explain(target if target.exists() else path)
 
 
 @pytest.mark.parametrize(

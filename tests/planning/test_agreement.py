@@ -114,10 +114,6 @@ def test_ranks_that_agree_are_named_together() -> None:
     assert "\n  rank 1: " in message
 
 
-def test_ranks_that_do_not_run_them_agree_too() -> None:
-    assert outcomes(None, None) == ["", ""]
-
-
 def test_configurations_count() -> None:
     class Wide(Toy):
         def configure(self, problem, machine, tokens):  # type: ignore[no-untyped-def]

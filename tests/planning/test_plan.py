@@ -18,10 +18,6 @@ def test_step_by_token_count(tokens: int, backend: str) -> None:
     assert PLAN.step(tokens).backend == backend
 
 
-def test_ranges_read_as_text() -> None:
-    assert [tokens for tokens, _ in PLAN.ranges()] == ["1", "2-63", "64+"]
-
-
 def test_beyond_the_last_step() -> None:
     with pytest.raises(PlanError, match="at most 63"):
         Plan("natural", (PlanStep(63, "b", Config()),)).step(64)

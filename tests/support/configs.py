@@ -15,29 +15,29 @@ DEFAULTS = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2, "layer
 LATENT = 64  # Nemotron's experts' own width
 
 
-def _deepseek(s: Config, **changed: Any) -> Config:
+def _routed(s: Config, architecture: str, model_type: str, **own: Any) -> Config:
+    """What DeepSeek-V3's config and those that follow it have in common."""
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": s["hidden"],
-        "intermediate_size": 2 * s["hidden"],
         "moe_intermediate_size": s["intermediate"],
-        "moe_layer_freq": 1,
         "n_routed_experts": s["experts"],
         "n_shared_experts": 1,
         "num_experts_per_tok": s["top_k"],
         "num_hidden_layers": s["layers"],
         "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 4,
-        "topk_group": 2,
         "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16",
-    } | changed
+    } | own
+
+
+def _deepseek(s: Config, **changed: Any) -> Config:
+    own = {"intermediate_size": 2 * s["hidden"], "moe_layer_freq": 1, "first_k_dense_replace": 3}
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5}
+    groups = {"n_group": 4, "topk_group": 2}
+    return _routed(s, "DeepseekV3", "deepseek_v3", **own, **routing, **groups) | changed
 
 
 def _kimi(s: Config, **changed: Any) -> Config:
@@ -46,73 +46,32 @@ def _kimi(s: Config, **changed: Any) -> Config:
 
 
 def _deepseek_v4(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "moe_intermediate_size": s["intermediate"],
-        "n_routed_experts": s["experts"],
-        "n_shared_experts": 1,
-        "num_experts_per_tok": s["top_k"],
-        "num_hidden_layers": s["layers"],
-        "num_hash_layers": 3,
-        "num_nextn_predict_layers": 1,
-        "n_group": 8,  # left from V3's template; V4 has no groups
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "swiglu_limit": 10.0,
-        "torch_dtype": "bfloat16",
-    } | changed
+    routing = {"scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "routed_scaling_factor": 1.5}
+    groups = {"n_group": 8, "topk_group": 4}  # left from V3's template; V4 has no groups
+    own = {"num_hash_layers": 3, "swiglu_limit": 10.0}
+    return _routed(s, "DeepseekV4", "deepseek_v4", **routing, **groups, **own) | changed
 
 
 def _nemotron(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["NemotronHForCausalLM"],
-        "model_type": "nemotron_h",
-        "hidden_size": s["hidden"],
+    own = {
         "hybrid_override_pattern": ("ME*E" * s["layers"])[: s["layers"]],
-        "num_hidden_layers": s["layers"],
         "mlp_bias": False,
         "mlp_hidden_act": "relu2",
-        "moe_intermediate_size": s["intermediate"],
         "moe_latent_size": s.get("latent", LATENT),
         "moe_shared_expert_intermediate_size": 2 * s["intermediate"],
-        "n_routed_experts": s["experts"],
-        "n_shared_experts": 1,
-        "num_experts_per_tok": s["top_k"],
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 5.0,
-        "num_nextn_predict_layers": 1,
         "mtp_hybrid_override_pattern": "*E",
-        "torch_dtype": "bfloat16",
-    } | changed
+    }
+    described = _routed(s, "NemotronH", "nemotron_h", **own)
+    del described["hidden_act"]
+    return described | changed
 
 
 def _glm(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "moe_intermediate_size": s["intermediate"],
-        "n_routed_experts": s["experts"],
-        "n_shared_experts": 1,
-        "num_experts_per_tok": s["top_k"],
-        "num_hidden_layers": s["layers"],
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "torch_dtype": "bfloat16",
-    } | changed
+    own = {"first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+    return _routed(s, "Glm4Moe", "glm4_moe", **own) | changed
 
 
 def _qwen(s: Config, **changed: Any) -> Config:

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
-from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
+from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, uninstall
 from polymoe.engines.transformers.families import auto_class
 from polymoe.engines.transformers.loading import installed
 from support.family_checkpoints import token_ids
@@ -127,10 +127,6 @@ def test_a_config_packs_one_model() -> None:
     finally:
         uninstall()
     assert modeling_utils.get_hf_quantizer is chooser
-
-
-def test_public_names() -> None:
-    assert (polymoe.load, polymoe.install, polymoe.uninstall) == (load, install, uninstall)
 
 
 def test_install_names_a_backend() -> None:
