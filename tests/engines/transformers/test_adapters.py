@@ -21,33 +21,25 @@ from polymoe.errors import UnsupportedProblem
 from support.family_checkpoints import token_ids
 
 Checkpoints = Callable[[str], Path]
-FAMILIES = {
-    "qwen3": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-    "gpt-oss": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-}
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+FAMILY = "gpt-oss"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.fixture(scope="module")
-def adapters(family: str, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def adapters(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An adapter of attention and experts, and the same without its expert part."""
     whole, others = (tmp_path_factory.mktemp(name) for name in ("whole", "others"))
-    for path, targets in ((whole, FAMILIES[family]), (others, {"target_modules": ["q_proj"]})):
-        model = peft.get_peft_model(
-            filled(checkpoint(family), torch.float32),
-            peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **targets),
-        )
+    for path, experts in ((whole, EXPERTS), (others, None)):
+        options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+        config = peft.LoraConfig(**options, target_parameters=experts)
+        model = peft.get_peft_model(filled(checkpoint(FAMILY), torch.float32), config)
         model.save_pretrained(str(path))
     return whole, others
 
 
 @pytest.fixture
-def model(family: str, pair: Any) -> Any:
-    return copy.deepcopy(pair(family)[1])
+def model(pair: Any) -> Any:
+    return copy.deepcopy(pair(FAMILY)[1])
 
 
 def _as_peft_model(model: Any, path: Path) -> Any:
@@ -116,10 +108,10 @@ def test_an_adapter_of_experts_is_refused(way: Callable[[Any, Path], Any], model
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in (_as_mixed_model, _without_the_head)])
 def test_an_adapter_of_other_modules_loads_and_counts(
-    way: Callable[[Any, Path], Any], model: Any, adapters: Any, checkpoint: Checkpoints, family: str
+    way: Callable[[Any, Path], Any], model: Any, adapters: Any, checkpoint: Checkpoints
 ) -> None:
     way(model, adapters[1])
-    plain = peft.PeftModel.from_pretrained(filled(checkpoint(family), torch.float32), adapters[1])
+    plain = peft.PeftModel.from_pretrained(filled(checkpoint(FAMILY), torch.float32), adapters[1])
     if way is _second_of_a_peft_model:
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
