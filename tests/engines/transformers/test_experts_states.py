@@ -30,6 +30,7 @@ IDS = torch.arange(12).view(2, 6)
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
+    torch.compiler.reset()  # a frame that another test compiled would be compiled again, and count
     register()
     experts_interface._say_once.cache_clear()
     yield
