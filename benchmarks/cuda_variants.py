@@ -34,7 +34,7 @@ from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Module
 from polymoe.kernels.cuda.modules import kernel as shipped_kernel
 from polymoe.kernels.cuda.pipelines import CtaTile
-from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, KernelFamily
+from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A8_ROWS_FAST, W4A16_MMA, W4A16_WGMMA, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
@@ -100,68 +100,6 @@ def _promoted(columns: int) -> Changes:
     return (("gemm/w4a8_rows.cuh", "kPromoted = 256;", f"kPromoted = {columns};"),)
 
 
-_TURNS = (
-    "    // A turn of all blocks:",
-    "    template <int... WIDTHS>\n    __device__ __forceinline__ void run(int stages, int rows)",
-)
-_ALL_OF_K = """    // A stage of all blocks after the other; the tensor cores add up all of K.
-    template <int M>
-    __device__ __forceinline__ void mma_stages(int stages) {
-        uint32_t done = 0;  // the mbarrier of a stage to give back
-        load<0>(pipeline.wait_full(), 0);
-        dequantize<0>();
-        for (int left = stages; left > 0; --left) {
-            const uint32_t here = pipeline.address(), x = smem_desc_units(here), barrier = pipeline.empty_barrier();
-#pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) {
-                const bool last = m == N_BLOCKS - 1;
-                load<1>(here, m);
-                add<M, 0>(acc[m], x);
-                wgmma_wait<1>();  // the MMAs before are done
-                if (m == 0) release(done);
-                dequantize<1>();
-                add<M, 1>(acc[m], x);
-                if (last) {
-                    pipeline.advance();
-                    if (left > 1) pipeline.wait_full();
-                }
-                load<0>(last && left > 1 ? pipeline.address() : here, (m + 1) % N_BLOCKS);
-                wgmma_wait<1>();
-                dequantize<0>();
-            }
-            done = barrier;
-        }
-        wgmma_wait<0>();
-        release(done);
-#pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-#pragma unroll
-            for (int i = 0; i < M / 2; ++i) materialize(acc[m][i]);
-        }
-    }
-
-    template <int M, int HALF>
-    __device__ __forceinline__ void add(float* sums, uint32_t x) {
-        wgmma_fence();
-        WgmmaRS<M>::add_e4m3(sums, a[HALF][0], make_smem_desc_units(x + HALF * 4));
-        WgmmaRS<M>::add_e4m3(sums, a[HALF][1], make_smem_desc_units(x + HALF * 4 + 2));
-        wgmma_commit();
-    }
-
-"""
-
-
-def _all_of_k() -> Changes:
-    """No sums beside the accumulators, and no turns."""
-    file = "gemm/w4a8_rows.cuh"
-    text = kernel_build.sources()[file]
-    turns = text[text.index(_TURNS[0]) : text.index(_TURNS[1])]
-    return ((file, turns, _ALL_OF_K),)
-
-
-ALL_OF_K = _all_of_k()
-"""The tensor cores add up all of K, as Humming's kernels do: errors of 1e-2."""
-
 _MAGNITUDES = """// Right up to step 11, below which E4M3 is subnormal, and for step 15 of zeros.
 __device__ __forceinline__ uint2 e2m1_magnitudes(uint32_t offset) {
     return make_uint2(0x6C686000u - offset * 0x01010100u, 0x7C787470u - offset * 0x01010101u);
@@ -209,7 +147,7 @@ class Variant:
     @property
     def tolerance(self) -> float:
         """Most error against the reference."""
-        return FAST_TOLERANCE if self.changes == ALL_OF_K else TOLERANCE
+        return FAST_TOLERANCE if self.family is W4A8_ROWS_FAST else TOLERANCE
 
 
 def _wgmma(
@@ -230,6 +168,7 @@ def _wgmma(
 
 _e4m3 = partial(_wgmma, family=W4A8)
 _rows = partial(_wgmma, family=W4A8_ROWS)
+_all = partial(_wgmma, family=W4A8_ROWS_FAST)
 
 
 def _mma(block_m: int, tokens: tuple[int, ...], changes: Changes = ()) -> Variant:
@@ -294,10 +233,10 @@ VARIANTS: dict[str, Variant] = {
     "rows-64": _rows(64, (4, 1, 2), (32, 48), MANY),
     "rows-112-12warps": _rows(112, (3, 1, 2), (64, 80, 88, 96, 104), MANY),
     "rows-120-12warps": _rows(120, (3, 1, 2), (64, 80, 88, 96, 104, 112), MANY),
-    "rows-128-all": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=ALL_OF_K),
-    "rows-128-12warps-all": _rows(128, (3, 1, 2), (64, 80, 96, 112), MANY, changes=ALL_OF_K),
-    "rows-104-16warps-all": _rows(104, (4, 1, 2), (64, 80), MANY, changes=ALL_OF_K),
-    "rows-112-16warps-all": _rows(112, (4, 1, 2), (80,), MANY, changes=ALL_OF_K),
+    "rows-128-all": _all(128, (2, 2, 2), (32, 64, 96, 112), MANY),
+    "rows-128-12warps-all": _all(128, (3, 1, 2), (64, 80, 96, 112), MANY),
+    "rows-104-16warps-all": _all(104, (4, 1, 2), (64, 80), MANY),
+    "rows-112-16warps-all": _all(112, (4, 1, 2), (80,), MANY),
     "rows-128-math": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=MATH),
 }
 
@@ -314,7 +253,7 @@ def sources(variant: Variant) -> dict[str, str]:
     files["instantiations/variant.cu"] = unit
     there, end = files["ptx/wgmma.cuh"], "// clang-format on"
     widths = sorted({variant.tile.block_m, *variant.tile.widths}) if variant.tile.warpgroups else []
-    missing = "".join(_wgmma_rs(n) for n in widths if f"POLYMOE_WGMMA_RS({n}," not in there)
+    missing = "".join(_wgmma_rs(n) for n in widths if f"POLYMOE_WGMMA({n}," not in there)
     files["ptx/wgmma.cuh"] = there.replace(end, missing + end)
     return files
 
@@ -389,8 +328,8 @@ def emulate(_: Path, names: Sequence[str]) -> None:
 
 def _layout(variant: Variant) -> tuple[str, str]:
     """The layout of weights, and how x is quantized."""
-    if variant.family is W4A8_ROWS:
-        return "w4a8_fragments", "fp8_token"
+    if variant.family in (W4A8_ROWS, W4A8_ROWS_FAST):
+        return "w4a8_fragments", variant.family.activations[0]
     return ("w4a8_fragments", "fp8_group128") if variant.family is W4A8 else ("w4a16_fragments", "16bit")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import polymoe
+from polymoe.backends.base import inputs_of
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.checkpoint import Checkpoint
@@ -57,8 +58,53 @@ class TestCheck:
             assert {step.backend for step in plan.steps} == {"cuda"}
         rounded = replace(SEED, activations="fp8_group128_ue8m0")
         expected = "16bit or fp8_group128 or fp8_token or fp8_static"
+        expected += " or fp8_token_fast_accumulation or fp8_static_fast_accumulation"
         reason = Reason("activations", expected, "fp8_group128_ue8m0")
         assert Cuda().check(rounded, H200) == Rejected((reason,))
+
+    @pytest.mark.parametrize("mode", ["fp8_token", "fp8_static"])
+    def test_fast_accumulation(self, mode: str) -> None:
+        """Only for many rows; the same tiles as without it for few, checked as these are."""
+        problem = replace(SEED, activations=f"{mode}_fast_accumulation")
+        verdict = Cuda().check(problem, H200)
+        assert isinstance(verdict, Accepted)
+        assert verdict.notes == ("errors of up to 0.013 where fast accumulation runs, else 0.006",)
+        few, many = (1, 256, 512, 1024, 2048), (4096, 16384)
+        exact = replace(SEED, activations=mode)
+        assert [Cuda().configure(problem, H200, t) for t in few] == [Cuda().configure(exact, H200, t) for t in few]
+        assert {Cuda().configure(problem, H200, t) for t in many} == {CudaConfig("w4a8_rows_fast", 112)}
+        assert {inputs_of(problem, Cuda().configure(problem, H200, t)) for t in few} == {exact.activations}
+        assert {inputs_of(problem, Cuda().configure(problem, H200, t)) for t in many} == {problem.activations}
+        assert {config.kernel_family for config in Cuda().tuning_configs(exact, H200, 4096)} == {"w4a8_rows"}
+        times = [Cuda().predict(p, H200, 8192).time_us for p in (problem, exact)]
+        assert 0.85 < times[0] / times[1] < 0.95
+        selection = select(problem, H200, table=Table())
+        assert {step.backend for step in selection.require().steps} == {"cuda"}
+        assert "2049+ tokens: cuda (w4a8_rows_fast, block_m 112)" in str(selection)
+
+    def test_what_fast_accumulation_refuses(self) -> None:
+        problem = replace(SEED, activations="fp8_token_fast_accumulation")
+        wide = replace(problem, spec=replace(SEED.spec, hidden=7168))
+        in_any_batch = (
+            "activations of batch-invariant results: expects fp8_token, with the same sums at every number of"
+        )
+        for changed, reason in (
+            (replace(problem, batch_invariant=True), f"{in_any_batch} tokens, got fp8_token_fast_accumulation"),
+            (wide, "fast accumulation: expects at most 4096 columns, or fp8_token, got 7168"),
+        ):
+            verdict = Cuda().check(changed, H200)
+            assert isinstance(verdict, Rejected)
+            assert [str(found) for found in verdict.reasons] == [reason]
+        e = FORMATS["int4_g128"].encoding
+        verdict = Cuda().check(replace(problem, spec=replace(SEED.spec, gate=e, up=e, down=e)), H200)
+        assert isinstance(verdict, Rejected)
+        expected = "activations: expects 16bit or fp8_token or fp8_static, got fp8_token_fast_accumulation"
+        assert [str(found) for found in verdict.reasons] == [expected]
+        others = [c for c in select(problem, H200, table=Table()).candidates if c.backend != "cuda"]
+        assert len(others) > 2
+        for candidate in others:
+            assert isinstance(candidate.verdict, Rejected)
+            assert any("fp8_token_fast_accumulation" in str(found) for found in candidate.verdict.reasons)
 
     @pytest.mark.parametrize("zero_points", [False, True])
     @pytest.mark.parametrize("scales", ["bfloat16", "float16"])

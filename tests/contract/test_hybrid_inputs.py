@@ -1,5 +1,5 @@
-"""A backend that keeps 16-bit inputs for few tokens and rounds them to NVFP4 for many: its plan, and what its results
-are compared with."""
+"""Backends that keep 16-bit inputs, or exact sums, for few tokens, and round to NVFP4, or accumulate fast, for many:
+their plans, and what results are compared with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED
+from polymoe.problem.activation_quantization import FP8_TOKEN, FP8_TOKEN_FAST, NVFP4, UNQUANTIZED
 from polymoe.problem.call import CallArguments
 from support.problems import problem_of, random_call, random_experts
 from support.tiny import CPU, STAMP, TINY
@@ -41,6 +41,19 @@ class InputConfig(Config):
     @property
     def keeps_16_bits(self) -> bool:
         return self.plain
+
+
+@dataclass(frozen=True, slots=True)
+class SumsConfig(Config):
+    exact: bool = False
+
+    @property
+    def kernel_family(self) -> str:
+        return "exact" if self.exact else "fast"
+
+    @property
+    def fast_accumulation(self) -> bool:
+        return not self.exact
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,36 @@ class HybridRunner(ToyRunner):
         call.out_TH.copy_(run_experts(replace(self.problem, activations=mode), weights, call.x_TH, call.routing))
 
 
+@dataclass(frozen=True)
+class Coarse(Toy):
+    """Results are 1 % too large with fast accumulation, or at every number of tokens."""
+
+    coarse_always: bool = False
+
+    def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
+        return SumsConfig(tokens <= MOST_PLAIN)
+
+    def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
+        return (MOST_PLAIN,)
+
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        return CoarseRunner(self, problem, packed)
+
+
+@dataclass(frozen=True)
+class CoarseRunner(ToyRunner):
+    def run(self, call: CallArguments, config: Config) -> None:
+        assert isinstance(config, SumsConfig)
+        assert isinstance(self.toy, Coarse)
+        weights = LAYOUTS[self.packed.layout].unpack(self.packed)
+        y_TH = run_experts(self.problem, weights, call.x_TH, call.routing)
+        call.out_TH.copy_(y_TH if config.exact and not self.toy.coarse_always else y_TH * 1.01)
+
+
+def coarse(**kwargs: Any) -> Coarse:
+    return Coarse("coarse", layouts=("natural",), handles={**HANDLES, "activations": (FP8_TOKEN_FAST,)}, **kwargs)
+
+
 def hybrid(**kwargs: Any) -> Hybrid:
     return Hybrid("hybrid", layouts=("natural",), handles={**HANDLES, "activations": (NVFP4,)}, **kwargs)
 
@@ -84,12 +127,34 @@ def test_each_step_is_compared_with_what_it_computes() -> None:
         FusedExperts.pack(problem, weights, choice({"hybrid": hybrid(rounds_always=True)}))
 
 
-@pytest.mark.parametrize("rounds_always", [False, True])
-def test_records_say_how_inputs_were_rounded(monkeypatch: pytest.MonkeyPatch, rounds_always: bool) -> None:
-    table = {"hybrid": hybrid(rounds_always=rounds_always)}
+def test_a_larger_error_is_allowed_only_where_sums_are_fast() -> None:
+    weights = random_experts("mxfp4", hidden=64, intermediate=64)
+    problem = problem_of(weights, activations="fp8_token_fast_accumulation")
+    experts = FusedExperts.pack(problem, weights, choice({"coarse": coarse()}))
+    ranges = [(tokens, step.config.kernel_family) for tokens, step in experts.explain().require().ranges()]
+    assert ranges == [("1-19", "exact"), ("20+", "fast")]
+    with pytest.raises(VerificationError, match=r"backend 'coarse' \(exact=True\).*at most 0.006 against"):
+        FusedExperts.pack(problem, weights, choice({"coarse": coarse(coarse_always=True)}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "format", "mode", "found"),
+    [
+        (hybrid(), "nvfp4", NVFP4, (UNQUANTIZED, NVFP4)),
+        (hybrid(rounds_always=True), "nvfp4", NVFP4, (None, NVFP4)),
+        (coarse(), "mxfp4", FP8_TOKEN_FAST, (FP8_TOKEN, FP8_TOKEN_FAST)),
+        (coarse(coarse_always=True), "mxfp4", FP8_TOKEN_FAST, (None, FP8_TOKEN_FAST)),
+    ],
+    ids=("hybrid", "hybrid, wrong", "coarse", "coarse, wrong"),
+)
+def test_records_say_how_inputs_were_rounded(
+    monkeypatch: pytest.MonkeyPatch, backend: Toy, format: str, mode: Any, found: tuple[Any, ...]
+) -> None:
+    """And sums added; a result that is wrong for that has none."""
+    table = {backend.name: backend}
     monkeypatch.setattr("polymoe.bench.contenders.BACKENDS", table)
     monkeypatch.setattr("polymoe.backends.BACKENDS", table)
-    workload = Workload.of_case(TINY, CPU, "nvfp4", "nvfp4")
+    workload = Workload.of_case(TINY, CPU, format, mode)
     bench = Bench(
         workload=workload,
         distribution=RoutingDistribution("uniform"),
@@ -97,6 +162,6 @@ def test_records_say_how_inputs_were_rounded(monkeypatch: pytest.MonkeyPatch, ro
         device=CPU,
         stamp=STAMP,
     )
-    rows: list[BenchRow] = list(bench.rows([4, 32], ["hybrid"]))
-    found = [(row.wrong, row.record.activations if row.record else None) for row in rows]
-    assert found == [(True, None) if rounds_always else (False, "16bit"), (False, "nvfp4")]
+    rows: list[BenchRow] = list(bench.rows([4, 32], [backend.name]))
+    assert [row.record.activations if row.record else None for row in rows] == [mode and str(mode) for mode in found]
+    assert [row.wrong for row in rows] == [mode is None for mode in found]

@@ -219,10 +219,12 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, family: KernelF
     config, mode = CudaConfig(family.name, rows, *family.block_ns), family.activations[0]
     made, _ = launches(monkeypatch, next(iter(family.formats)), config, sizes=(384, 256), activations=mode)
     gemms = [launch for launch in made if launch.name.startswith(family.name)]
-    assert [launch.name for launch in gemms] == [
-        name for part, k in (("gate_up", 384), ("down", 256))
-        for name in [family.kernel(part, rows, family.variant(SM90.budget, next(iter(family.formats)), part, rows, k))]
-    ]  # fmt: skip
+    format = next(iter(family.formats))
+    variants = [
+        (part, family.pipeline(SM90.budget, format, part, rows, k).variant)
+        for part, k in (("gate_up", 384), ("down", 256))
+    ]
+    assert [launch.name for launch in gemms] == [family.kernel(part, rows, variant) for part, variant in variants]
     for launch in gemms:
         assert launch.grid == (132, 1)
         assert launch.threads <= 1024

@@ -47,6 +47,7 @@ def _hooked(unit: str) -> object:
                 ("mxfp4", "16bit", CudaConfig("w4a16_wgmma", 64)),
                 ("mxfp4", "fp8_group128", CudaConfig("w4a8", 32)),
                 ("mxfp4", "fp8_token", CudaConfig("w4a8_rows", 32)),
+                ("mxfp4", "fp8_token_fast_accumulation", CudaConfig("w4a8_rows_fast", 112)),
                 ("fp8_block128", "fp8_group128", CudaConfig("w8a8_f16", 32)),
                 ("bf16", "16bit", CudaConfig("bf16", 32)),
                 ("fp8_block128", "fp8_group128", CudaConfig("w8a8_mma", 8)),

@@ -54,7 +54,7 @@ class Kernels:
         """Random ones, with scales of x and h where these are static."""
         sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "experts": 2}
         weights = random_experts(self.format, **{**sizes, **kwargs})
-        return with_input_scales(weights) if "fp8_static" in self.modes else weights
+        return with_input_scales(weights) if any("static" in mode for mode in self.modes) else weights
 
     def run(self, monkeypatch: pytest.MonkeyPatch, config: CudaConfig, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The result of one call."""
@@ -114,6 +114,10 @@ KERNELS = {
     "w4a8_rows": Kernels(
         configs=[*configs(spec.W4A8_ROWS), CudaConfig("w4a8_rows", 128, narrow_m=32)],
         format="mxfp4", modes=["fp8_token", "fp8_static"], hidden=320, intermediate=192, sizes=[(128, 64, 1)], error=0,
+    ),
+    "w4a8_rows_fast": Kernels(
+        configs=configs(spec.W4A8_ROWS_FAST), format="mxfp4", modes=spec.W4A8_ROWS_FAST.activations, hidden=320,
+        intermediate=192, sizes=[(128, 64, 1)], error=0,
     ),
     "w8a8": Kernels(
         configs=[*configs(spec.W8A8), *configs(spec.W8A8_SHARED)],

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from polymoe.backends.base import inputs_of
 from polymoe.problem.call import CallArguments
 
 DIRECTORIES = ("tests/backends/", "tests/gpu/")
@@ -46,7 +47,7 @@ class Recorder:
     def note(self, name: str, problem: Any, config: Any, out: Tensor) -> None:
         """A call of ``name`` that wrote to ``out``."""
         if out.device.type == self.kind:
-            self.cells.add((name, config.kernel_family, problem.spec.format, str(problem.activations)))
+            self.cells.add((name, config.kernel_family, problem.spec.format, str(inputs_of(problem, config))))
 
 
 class _Watched:

@@ -225,8 +225,12 @@ class BackendBase:
 
 
 def inputs_of(problem: Problem, config: Config | None) -> ActivationQuantization:
-    """Return how a call with this configuration rounds x and h, which the reference has to emulate."""
-    return UNQUANTIZED if config is not None and config.keeps_16_bits else problem.activations
+    """Return how a call with this configuration rounds x and h, which the reference has to emulate, and adds up."""
+    if config is None:
+        return problem.activations
+    if config.keeps_16_bits:
+        return UNQUANTIZED
+    return problem.activations if config.fast_accumulation else problem.activations.promoted
 
 
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:

@@ -38,6 +38,11 @@ class Config:
         """Whether x and h stay in 16 bits where the problem quantizes them: NVFP4 inputs of calls with few tokens."""
         return False
 
+    @property
+    def fast_accumulation(self) -> bool:
+        """Whether the tensor cores add up all columns, as the problem allows: not in calls with few tokens."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON."""
         return asdict(self)

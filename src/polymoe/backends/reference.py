@@ -39,7 +39,7 @@ _HANDLES: Handled = {
     "activation": (SwiGLU, GeGLU, ReLU2),
     "weight_on": ("output", "input"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(ACTIVATIONS.values()),
+    "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),
     "scales": ANY,
     "spec.bias": ANY,
 }

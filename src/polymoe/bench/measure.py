@@ -97,7 +97,7 @@ class Bench:
             return
         progress("reference")
         calls = {t: draw_calls(self.workload.problem, self.distribution, self.device, t) for t in tokens}
-        modes = {UNQUANTIZED, *(c.problem.activations for c in contenders)}
+        modes = {UNQUANTIZED, *(c.inputs(t).promoted for c in contenders for t in tokens)}
         first = [compared_call(calls[t]) for t in tokens]
         expected = {mode: reference_results(self.workload, mode, first, progress) for mode in modes}
         # Backends that share a layout run one after the other, and only one packed layer is in memory.
@@ -121,7 +121,7 @@ class Bench:
             for i, t in enumerate(tokens):
                 progress(f"{c.name}: {t} tokens")
                 try:
-                    row = self.row(c, run, calls[t], expected[c.inputs(t)][i], expected[UNQUANTIZED][i])
+                    row = self.row(c, run, calls[t], expected[c.inputs(t).promoted][i], expected[UNQUANTIZED][i])
                 except torch.OutOfMemoryError:
                     row = BenchRow(c.name, t, note="out of GPU memory")
                 yield row
@@ -158,7 +158,9 @@ class Bench:
                 run = run_peer(c.peer, c.problem, stacks)
             except Exception as error:  # anything that another library may raise
                 yield BenchRow(c.name, None, note=told(error), version=c.version)
-            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected[UNQUANTIZED], strict=True):
+            for t, emulated, exact in zip(
+                tokens, expected[c.problem.activations.promoted], expected[UNQUANTIZED], strict=True
+            ):
                 if run is None:
                     break
                 progress(f"{c.name}: {t} tokens")

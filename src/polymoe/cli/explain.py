@@ -188,7 +188,8 @@ def _ranges(row: Row) -> Table:
     rows = []
     for found, family in zip(ranges, families, strict=True):
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
-        backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
+        fast = row.problem.activations.fast_accumulation and found.step.config.fast_accumulation
+        backend = found.step.backend + (", 16-bit inputs" if kept else ", fast accumulation" if fast else "")
         named = (family or "of one kind",) if kernels else ()
         proven = (found.proven,) if proofs else ()
         rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, *proven))

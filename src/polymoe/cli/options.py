@@ -256,7 +256,10 @@ FormatName = Literal[
     "bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block128", "mxfp8", "mxfp4", "nvfp4", "int4_g32", "int4_g128"
 ]
 """Formats of weights."""
-ActivationsName = Literal["16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"]
+ActivationsName = Literal[
+    "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4",
+    "fp8_token_fast_accumulation", "fp8_static_fast_accumulation",
+]  # fmt: skip
 """How the experts' inputs are quantized."""
 
 

@@ -47,7 +47,8 @@ def load_experts(
         backend: "auto", or the name of one, which is then used or refused.
         activations: "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4", or
             "auto": on a GPU the checkpoint's own recipe, on a CPU "16bit"; never "fp8_group128_ue8m0" or "nvfp4", which
-            have to be named.
+            have to be named. So have "fp8_token_fast_accumulation" and "fp8_static_fast_accumulation": faster for many
+            tokens, with errors of up to 1.3e-2 instead of 6e-3.
         role: token counts to plan for: "decode", "prefill" or "mixed".
         dtype: of x, for planning; calls may use another.
         batch_invariant: a token's result must be bitwise independent of the rest of the batch. Such problems run on

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import ArgumentError, nearest
 from polymoe.formats import Granularity, PerChannel, PerGroup, PerTensor
-from polymoe.problem.numerics import TOLERANCE, TOLERANCE_E2M1
+from polymoe.problem.numerics import TOLERANCE, TOLERANCE_E2M1, TOLERANCE_FAST_ACCUMULATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class ActivationQuantization:
             is not below ``amax / 448``. An E4M3 scale is the nearest to ``amax / 6`` over the global scale.
         global_scale: whether a float32 scale multiplies all numbers as well: the largest input scale that the
             checkpoint has for this rank's experts, or 1 where it has none.
+        fast_accumulation: whether FP8 tensor cores, which keep 14 bits, may add up all columns: faster where experts
+            have many rows, with twice to three times the error. Otherwise sums of a part of them are added in float32.
 
     Example::
 
@@ -37,6 +39,7 @@ class ActivationQuantization:
     static: bool = False
     scale_dtype: Literal["float32", "e8m0", "e4m3"] | None = None
     global_scale: bool = False
+    fast_accumulation: bool = False
 
     def __post_init__(self) -> None:
         scaled = (self.element is not None, self.granularity is not None, self.scale_dtype is not None)
@@ -48,6 +51,10 @@ class ActivationQuantization:
             )
         if self.static != isinstance(self.granularity, PerTensor):
             raise ArgumentError("ActivationQuantization.static", expected="scales for a whole expert", got=repr(self))
+        if self.fast_accumulation and (self.element != "e4m3" or isinstance(self.granularity, PerGroup)):
+            raise ArgumentError(
+                "ActivationQuantization.fast_accumulation", expected="E4M3 with one scale for a row", got=repr(self)
+            )
 
     @property
     def quantized(self) -> bool:
@@ -57,7 +64,16 @@ class ActivationQuantization:
     @property
     def tolerance(self) -> float:
         """Largest relative error of a correct backend against the reference that emulates this quantization."""
+        if self.fast_accumulation:
+            return TOLERANCE_FAST_ACCUMULATION
         return TOLERANCE_E2M1 if self.element == "e2m1" else TOLERANCE
+
+    @property
+    def promoted(self) -> ActivationQuantization:
+        """The same without ``fast_accumulation``."""
+        if not self.fast_accumulation:
+            return self
+        return replace(self, name=self.name.removesuffix(_FAST), fast_accumulation=False)
 
     @property
     def group_columns(self) -> int | None:
@@ -88,6 +104,9 @@ class ActivationQuantization:
         return ACTIVATIONS[str(value)]
 
 
+_FAST = "_fast_accumulation"
+"""How names of quantizations with fast accumulation end."""
+
 UNQUANTIZED = ActivationQuantization(name="16bit")
 """As they are, in 16 bits."""
 
@@ -110,6 +129,12 @@ FP8_STATIC = ActivationQuantization(
 )
 """E4M3 with the checkpoint's scale for all inputs of an expert."""
 
+FP8_TOKEN_FAST, FP8_STATIC_FAST = (
+    replace(known, name=f"{known.name}{_FAST}", fast_accumulation=True) for known in (FP8_TOKEN, FP8_STATIC)
+)
+"""The same with fast accumulation: never a default. A backend may keep exact sums where a call has few tokens, and says
+so in its plan (``Config.fast_accumulation``)."""
+
 MXFP8 = ActivationQuantization(name="mxfp8", element="e4m3", granularity=PerGroup(1, 32), scale_dtype="e8m0")
 """E4M3 with one E8M0 scale for 32 columns of a token (OCP Microscaling)."""
 
@@ -120,6 +145,10 @@ NVFP4 = ActivationQuantization(
 few tokens, and says so in its plan (``Config.keeps_16_bits``)."""
 
 ACTIVATIONS: dict[str, ActivationQuantization] = {
-    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_GROUP128_UE8M0, FP8_STATIC, MXFP8, NVFP4)
+    known.name: known
+    for known in (
+        *(UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_GROUP128_UE8M0, FP8_STATIC, MXFP8, NVFP4),
+        *(FP8_TOKEN_FAST, FP8_STATIC_FAST),
+    )
 }
 """Known ones, by name."""

@@ -33,6 +33,9 @@ from polymoe.problem.verdict import Accepted, Reasons, Verdict
 _MOST_EXPERTS = 1024
 """Most experts on a rank: the permutation uses one thread for each."""
 
+_MOST_FAST_COLUMNS = 4096
+"""Most columns that are added up with fast accumulation: so many were measured, and more lose more."""
+
 _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
 
@@ -100,6 +103,8 @@ class Cuda(BackendBase):
             reasons.need(weight, "routing weight on the input with FP8 activations")
         static_input = problem.activations.static and problem.weight_on == "input"
         reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
+        if problem.activations.fast_accumulation:
+            _need_fast_accumulation(reasons, problem)
         found = families_for(problem)
         if all(formats.values()) and problem.activations in modes:
             got = ", ".join(dict.fromkeys(map(str, formats.values())))
@@ -115,7 +120,9 @@ class Cuda(BackendBase):
             return reasons.verdict(Accepted())
         here, target = families_for(problem, device.capability), target_for(device.capability)
         layouts = tuple(dict.fromkeys(layout_on(family, target, spec) for family in here))
-        return Accepted(capturable=True, layouts=layouts)
+        fast, promoted = problem.activations, problem.activations.promoted
+        note = f"errors of up to {fast.tolerance:g} where fast accumulation runs, else {promoted.tolerance:g}"
+        return Accepted(capturable=True, layouts=layouts, notes=(note,) if fast.fast_accumulation else ())
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """Return the configuration for the mean number of rows of the experts that have any."""
@@ -169,6 +176,15 @@ class Cuda(BackendBase):
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""
         return CudaRunner(problem, packed)
+
+
+def _need_fast_accumulation(reasons: Reasons, problem: Problem) -> None:
+    """What kernels with fast accumulation need besides formats."""
+    promoted, columns = problem.activations.promoted, max(problem.spec.hidden, problem.spec.intermediate)
+    expected = f"{promoted}, with the same sums at every number of tokens"
+    reasons.need(not problem.batch_invariant, "activations of batch-invariant results", expected, problem.activations)
+    expected = f"at most {_MOST_FAST_COLUMNS} columns, or {promoted}"
+    reasons.need(columns <= _MOST_FAST_COLUMNS, "fast accumulation", expected, columns)
 
 
 def _usable(problem: Problem, family: KernelFamily) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polymoe.backends.config import Config
+from polymoe.backends.cuda.families import activations_of
 from polymoe.errors import PlanError, nearest
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
@@ -60,6 +61,11 @@ class CudaConfig(Config):
     def kernel_family(self) -> str:
         """Name of the kernel family. Each family has its own proof status."""
         return self.family
+
+    @property
+    def fast_accumulation(self) -> bool:
+        """Whether all columns are added up in the tensor cores."""
+        return any(mode.fast_accumulation for mode in activations_of(self.kernels))
 
     @property
     def check_tokens(self) -> int:

@@ -54,15 +54,19 @@ def layout_on(family: KernelFamily, target: Target, spec: ExpertsSpec) -> str:
 def families_for(problem: Problem, capability: tuple[int, int] | None = None) -> list[KernelFamily]:
     """Return the families that support all of the problem's weights and its activations, in the order of the table.
 
+    Beside families with fast accumulation, which are for many rows, come those that run the same without it.
+
     Args:
         problem: what is to run.
         capability: only those that are compiled for GPUs of this compute capability.
     """
     formats = {weight_format(encoding) for encoding in problem.spec.encodings.values()}
-    return [
+    modes = {problem.activations, problem.activations.promoted}
+    found = [
         family
         for family in KERNEL_FAMILIES.values()
-        if problem.activations in activations_of(family)
+        if modes & {*activations_of(family)}
         and formats <= set(family.formats)
         and (capability is None or capability in architectures_of(family))
     ]
+    return found if any(problem.activations in activations_of(family) for family in found) else []

@@ -42,7 +42,7 @@ _HANDLES: Handled = {
     "activation": (SwiGLU, GeGLU, ReLU2),
     "weight_on": ("output", "input"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(mode for mode in ACTIVATIONS.values() if mode.element != "e2m1"),
+    "activations": tuple(m for m in ACTIVATIONS.values() if m.element != "e2m1" and not m.fast_accumulation),
     "scales": ANY,
     "spec.bias": ANY,
 }

@@ -3,7 +3,8 @@
 //
 // The tensor cores accumulate E4M3 products with 14 bits, so that what is lost grows with the columns that they add up.
 // After kPromoted columns, or where K ends, such sums are added to accumulators in float32. docs/performance/cuda.md
-// says what that leaves of the error. With INT4 weights each sum is that of a group, times its scale.
+// says what that leaves of the error. With INT4 weights each sum is that of a group, times its scale. With fast
+// accumulation the tensor cores add up all of K, and the registers of such sums hold more rows of weights.
 //
 // x comes in permuted tiles, as quantize_row_tiles writes them: those of epilogue/e4m3_tiles.cuh, with a row's scale
 // where that of its first 128 columns would be. h is in float32, by permuted row; y is by permuted row.
@@ -84,6 +85,16 @@ struct E4m3Operand<Mxfp4ToE4m3> {
     }
 };
 
+// The same with fast accumulation: no columns after which sums are promoted.
+template <class F>
+struct FastAccumulation : F {};
+
+template <class F>
+struct E4m3Operand<FastAccumulation<F>> : E4m3Operand<F> {
+    static constexpr int kColumns = 0;
+    using E4m3Operand<F>::E4m3Operand;
+};
+
 // INT4 by groups of 128 columns, a stage: computed, or with zero points looked up (dequant/int4_to_e4m3.cuh).
 template <bool ZERO_POINTS>
 struct E4m3Operand<Int4ToE4m3<ZERO_POINTS>> {
@@ -149,7 +160,8 @@ struct E4m3Operand<Int4ToE4m3<ZERO_POINTS>> {
 
 // All of K for N_BLOCKS blocks of 64 rows of this warpgroup and the work tile's rows, a stage of 128 columns after the
 // other. While the MMAs of 64 columns run, the next 64 are dequantized. A block takes a turn of kColumns columns, so
-// that one at a time has sums beside its accumulators; the stages of a turn stay until the last block had its own.
+// that one at a time has sums beside its accumulators; the stages of a turn stay until the last block had its own. With
+// fast accumulation there are no such sums: all blocks take each stage in turn.
 template <class F, int WARPGROUPS, int N_BLOCKS, int BLOCK_M>
 struct W4a8RowsMainloop {
     using S = W4Stage<F, E4m3Tiles, WARPGROUPS * N_BLOCKS, BLOCK_M, 2>;
@@ -180,7 +192,7 @@ struct W4a8RowsMainloop {
     }
 
     template <int M, int HALF, bool FRESH>
-    __device__ __forceinline__ void mma(float (&sum)[M / 2], uint32_t x) {
+    __device__ __forceinline__ void mma(float* sum, uint32_t x) {
         wgmma_fence();
         if constexpr (FRESH) {
             WgmmaRS<M>::set_e4m3(sum, a[HALF][0], make_smem_desc_units(x + HALF * 4));
@@ -240,11 +252,48 @@ struct W4a8RowsMainloop {
         }
     }
 
+    // A stage of all blocks, added to their accumulators. Its first half is dequantized for block 0. `done`: the mbarrier
+    // of the stage before, to give back; then of this one. `more`: another stage follows.
+    template <int M>
+    __device__ __forceinline__ void add_stage(uint32_t& done, bool more) {
+        const uint32_t here = pipeline.address(), x = smem_desc_units(here), barrier = pipeline.empty_barrier();
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+            const bool last = m == N_BLOCKS - 1;
+            load<1>(here, m);
+            mma<M, 0, false>(acc[m], x);
+            wgmma_wait<1>();  // the MMAs before are done
+            if (m == 0) release(done);
+            dequantize<1>();
+            mma<M, 1, false>(acc[m], x);
+            if (last) {
+                pipeline.advance();
+                if (more) pipeline.wait_full();
+            }
+            load<0>(last && more ? pipeline.address() : here, (m + 1) % N_BLOCKS);
+            wgmma_wait<1>();
+            dequantize<0>();
+        }
+        done = barrier;
+    }
+
     template <int M>
     __device__ __forceinline__ void mma_stages(int stages) {
         load<0>(pipeline.wait_full(), 0);
         dequantize<0>();
-        for (int left = stages; left > 0; left -= kTurn) turn<M>(min(left, kTurn), left > kTurn);
+        if constexpr (kTurn > 0) {
+            for (int left = stages; left > 0; left -= kTurn) turn<M>(min(left, kTurn), left > kTurn);
+        } else {
+            uint32_t done = 0;
+            for (int left = stages; left > 0; --left) add_stage<M>(done, left > 1);
+            wgmma_wait<0>();
+            release(done);
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+#pragma unroll
+                for (int i = 0; i < M / 2; ++i) materialize(acc[m][i]);
+            }
+        }
     }
 
     template <int... WIDTHS>
