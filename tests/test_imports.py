@@ -155,14 +155,14 @@ def test_explain_and_models_answer_from_sizes_without_loading_torch(tmp_path: Pa
         "finally: print([m for m in ('torch._C', 'huggingface_hub.hf_api') if m in sys.modules], file=sys.stderr)"
     )
     explain = ("explain", "openai/gpt-oss-20b", "--device", "h200")
-    for command in (explain, (*explain, "--json"), ("models", "--device", "rtx4090")):
+    for command in ((*explain, "--json"), ("models", "--device", "rtx4090")):
         script = code.format(", ".join(map(repr, command)))
         env = {**os.environ, "HF_HOME": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=env)
         assert done.stdout
         assert done.stderr.splitlines()[-1] == "[]"
     # About 1 s, up to 1.2 beside other programs, which share caches; torch alone takes 2.3 more.
-    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(3)) < 1.6
+    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(2)) < 1.6
 
 
 def test_the_first_use_of_a_postponed_torch_loads_it() -> None:

@@ -197,8 +197,7 @@ def test_a_refusal_while_torch_compiles_has_its_words() -> None:
         torch.compile(model, backend="aot_eager", fullgraph=True)(IDS)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("training", "compiled"), [(True, False), (False, True)])
 def test_where_gradients_of_experts_are_recorded_grouped_mm_runs(
     training: bool, compiled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,7 +63,12 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("format", QUANTIZED_FORMATS)
+QUICK = ("mxfp4", "nvfp4")  # of which one has global scales
+
+
+@pytest.mark.parametrize(
+    "format", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in QUANTIZED_FORMATS if f not in QUICK)]
+)
 def test_answers_are_those_of_a_fresh_load(bf16: Path, trained: Path, format: str) -> None:
     """Three times, at the same addresses."""
     model, _ = polymoe.load(bf16, experts=format, device="cpu")
