@@ -185,6 +185,7 @@ def test_routing_is_recorded_until_a_signal(number: signal.Signals, tmp_path: Pa
     assert all(0 < len(call.needed) <= 2 * call.tokens for call in trace.calls())
 
 
+@pytest.mark.slow
 def test_a_server_that_nobody_asked_records_no_routing(tmp_path: Path) -> None:
     recorded = tmp_path / "routing.safetensors"
     command = COMMAND.replace("--grace 0", f"--grace 0 --record-routing {recorded}")
