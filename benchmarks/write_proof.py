@@ -30,6 +30,7 @@ from polymoe.planning import table_files
 from polymoe.planning.measured import Table
 from polymoe.planning.predictor import Predictor
 from polymoe.planning.proof import Proof, RunLine
+from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.verdict import Rejected
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +68,8 @@ def _measured(results: Path) -> Iterator[Proof]:
                 source=path.name,
             )
             yield measured
-            yield replace(measured, backend="reference", family="", status="run")
+            compared = str(ActivationQuantization.of(record.activations).promoted)
+            yield replace(measured, backend="reference", family="", activations=compared, status="run")
 
 
 def _family(record: Record) -> str | None:
