@@ -252,8 +252,8 @@ struct W4a8RowsMainloop {
         }
     }
 
-    // A stage of all blocks, added to their accumulators. Its first half is dequantized for block 0. `done`: the mbarrier
-    // of the stage before, to give back; then of this one. `more`: another stage follows.
+    // A stage of all blocks, added to their accumulators. Its first half is dequantized for block 0. `done`: the
+    // mbarrier of the stage before, to give back; then of this one. `more`: another stage follows.
     template <int M>
     __device__ __forceinline__ void add_stage(uint32_t& done, bool more) {
         const uint32_t here = pipeline.address(), x = smem_desc_units(here), barrier = pipeline.empty_barrier();
