@@ -124,7 +124,6 @@ def test_help(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench", "--tokens", "x", "--case", "gpt-oss-20b"), "--tokens"),
         (("bench", "decodee"), "decode"),
         (("bench",), "bench [OPTIONS] COMMAND"),
-        (("eval",), "eval [OPTIONS] COMMAND"),
     ],
 )
 def test_groups_and_old_forms(words: tuple[str, ...], command: str, cli: Cli) -> None:
@@ -133,7 +132,7 @@ def test_groups_and_old_forms(words: tuple[str, ...], command: str, cli: Cli) ->
     assert command in err
 
 
-@pytest.mark.parametrize("name", ["", "bench", "eval"])
+@pytest.mark.parametrize("name", ["", "bench"])
 def test_lists_of_commands_are_not_cut(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = cli(*name.split(), "-h")[1]
