@@ -116,6 +116,19 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, kernels: Kernels)
             assert not kernels.run(monkeypatch, config, weights, x, routing, activations=mode).any()
 
 
+@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+def test_more_sms_than_tiles(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """The bits of one SM; and CTAs without tiles, between others of the same expert, leave no copy under way."""
+    weights = kernels.experts()
+    call = random_call(1, kernels.hidden, 2, 2, torch.bfloat16)
+    for config in {config.family: config for config in kernels.configs}.values():
+        one, *others = (
+            kernels.run(monkeypatch, config, weights, *call, blocks=blocks, activations=kernels.modes[0])
+            for blocks in (1, 7, 29, 61)
+        )
+        assert all(torch.equal(out, one) for out in others)
+
+
 @pytest.mark.parametrize(
     "config", [c for name in ("w8a8", "w8a8_f16", "w8a8_mma") for c in KERNELS[name].configs], ids=str
 )

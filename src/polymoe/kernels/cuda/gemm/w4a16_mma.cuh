@@ -255,7 +255,10 @@ struct Cta {
     __device__ __forceinline__ void produce_x(int lane) const {
         int buffer = 0;  // or stage
         uint32_t parity = 1;
-        for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
+        // Where a CTA has no tile, multiply_parts waits for no x: a copy would write when the CTA has ended, into
+        // shared memory that may be another's. (multiply_tiles waits for it.)
+        const bool unread = kXBeside && TEAMS == 1 && begin >= end;
+        for (int index = begin / n_tiles; index * n_tiles < end && !unread; ++index) {
             const WorkTile tile = work_tiles[index];
             const int row = tile.row + min(lane, tile.rows - 1);
             const long long from = args.top_k ? permuted_to_expanded[row] / args.top_k : row;
