@@ -103,6 +103,8 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.median_us >= r.floor_us for r in records)
     assert records[1].floor_us > 0
     assert rows[-1].note == "12 misses"
+    with pytest.raises(ArgumentError, match=r"slots: expected 2 .* to 15 .*got 16"):
+        next(slot_rows(workload, RoutingDistribution("uniform"), *where, 16, (0, 1, 2), (8,)))
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.explanation import explain
 from polymoe.explanation.offload import offload_of
 from polymoe.machine.link import LINKS, MeasuredLink, recorded_link
+
+Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_gpt_oss_120b_on_an_rtx_4090() -> None:
@@ -30,15 +33,17 @@ def test_gpt_oss_120b_on_an_rtx_4090() -> None:
     assert found.tokens_per_second(0.0, 26e9) == pytest.approx(26e9 / found.token_bytes, rel=0.15)
     assert found.tokens_per_second(1.0, 26e9) == pytest.approx(1e6 / (found.step_us or 0))
     assert found.to_dict()["tokens_per_second"][0]["link"].startswith("PCIe 4")
+    assert found.line().startswith(f"fits with experts in host memory: {found.slots} of 128 experts")
+    assert offload_of(explanation, "30GiB").line().startswith("does not fit with experts in host memory: 60 of 128")
 
 
 @pytest.mark.parametrize(
     ("device", "memory", "message"),
     [
-        ("rtx4090", "3slots", "slots: expected 4"),
-        ("rtx4090", "128slots", "slots: expected 4"),
+        ("rtx4090", "3slots", "expert_memory: expected 4 slots .* to 127"),
+        ("rtx4090", "128slots", "expert_memory: expected 4 slots"),
         ("rtx4090", "2GiB", "two whole layers, and 4 slots"),
-        ("h200", "auto", "less than all experts take"),
+        ("h200", "auto", r"less than all experts take, 56.8 GiB, got .* for auto: 140.4 GiB less 5%, other weights"),
         ("cpu", "auto", "a GPU for auto"),
         ("rtx4090", "much", "auto, 32slots, 16GiB or 512MiB"),
     ],
@@ -46,6 +51,19 @@ def test_gpt_oss_120b_on_an_rtx_4090() -> None:
 def test_memory_that_does_not_do(device: str, memory: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         offload_of(explain("openai/gpt-oss-120b", device=device), memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cpu", "--expert-memory", "32slots"), "--expert-memory: expected a GPU, got cpu"),
+        (("--device", "rtx4090", "--expert-memory", "16GiB", "--engine", "vllm"), "POLYMOE_EXPERT_MEMORY=16GiB"),
+    ],
+)
+def test_explain_where_it_says_nothing(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = cli("explain", "openai/gpt-oss-120b", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 def test_a_gpu_that_shares_the_hosts_memory() -> None:

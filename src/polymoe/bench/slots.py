@@ -27,7 +27,7 @@ from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, Timing
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.offload import OffloadedExperts
+from polymoe.layer.offload import OffloadedExperts, require_slots
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine, host_memory
@@ -98,6 +98,7 @@ def slot_rows(
     """
     problem = workload.problem
     count, top_k = problem.spec.local_experts, problem.top_k
+    require_slots(problem, slots)
     cycles = {m: missing_calls(count, slots, top_k, m) for m in misses}
     progress("packing")
     resident = packed_layer(workload, machine, device)

@@ -103,6 +103,9 @@ def command(
             raise ArgumentError(
                 "experts", expected="no --engine", got="both", hint="an engine runs experts as they are stored"
             )
+        if offload.expert_memory is not None:
+            hint = "vLLM's plug-in takes POLYMOE_EXPERT_MEMORY=16GiB, and SGLang has --enable-paged-experts"
+            raise ArgumentError("expert_memory", expected="no --engine", got="both", hint=hint)
         from polymoe.cli.explain_engine import explain_engine
 
         explain_engine(checkpoint, **vars(engine), **asked, json=output.json)
@@ -119,6 +122,9 @@ def command(
     if offload.expert_memory is not None:
         from polymoe.explanation.offload import offload_of
 
+        if explanation.device.kind != "cuda":
+            hint = "name one with --device, such as rtx4090; on a CPU all experts are in host memory anyway"
+            raise ArgumentError("expert_memory", expected="a GPU", got=str(explanation.device), hint=hint)
         found = offload_of(explanation, offload.expert_memory)
     if output.json:
         print_json(explanation.to_dict() | ({"offload": found.to_dict()} if found else {}))

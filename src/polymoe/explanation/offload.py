@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polymoe.common.units import format_bytes
+from polymoe.common.units import format_bytes, format_count
 from polymoe.errors import ArgumentError
 from polymoe.explanation.explanation import Explanation
 from polymoe.explanation.fit import RESERVE
@@ -30,6 +30,8 @@ class Offload:
         slots: experts of each layer on the GPU.
         experts: of a layer.
         gpu_bytes: of all slots, and of the two buffers that layers share.
+        other_bytes: of the model's other weights; None where sizes are not known.
+        memory_bytes: of the GPU.
         host_bytes: of all experts, page-locked.
         token_bytes: of the experts of one token in all layers: what no hit at all copies.
         step_us: predicted time of a token whose experts are all in slots: experts, reading other weights, and
@@ -42,6 +44,8 @@ class Offload:
     gpu_bytes: int
     host_bytes: int
     token_bytes: int
+    other_bytes: int | None
+    memory_bytes: int
     step_us: float | None
     links: Sequence[tuple[str, float]] = LINKS
 
@@ -51,11 +55,16 @@ class Offload:
         return 1e6 / ((self.step_us or 0.0) + copies_us)
 
     def line(self) -> str:
-        """Slots and memory, as a sentence."""
+        """Slots and memory, as a sentence, and whether the GPU has room for them."""
         gpu, host = format_bytes(self.gpu_bytes), format_bytes(self.host_bytes)
+        beside, fits = "", ""
+        if self.other_bytes is not None:
+            beside = f" beside {format_bytes(self.other_bytes)} of other weights"
+            fits = "fits" if self.gpu_bytes + self.other_bytes <= self.memory_bytes else "does not fit"
+            fits += " with experts in host memory: "
         return (
-            f"{self.slots} of {self.experts} experts of each layer in slots: {gpu} on the GPU, {host} of page-locked "
-            f"host memory; a token whose experts are in none copies {format_bytes(self.token_bytes)}"
+            f"{fits}{self.slots} of {self.experts} experts of each layer in slots, {gpu} on the GPU{beside}, {host} of "
+            f"page-locked host memory; a token whose experts are in none copies {format_bytes(self.token_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,18 +99,24 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
     specs, top_k = [p.spec for p in problems], max(p.top_k for p in problems)
     if expert_memory == "auto":
         if explanation.device.kind != "cuda":
-            raise ArgumentError("expert_memory", expected="a GPU for auto", got=str(explanation.device))
+            hint = "name an amount, such as 32slots or 16GiB"
+            raise ArgumentError("expert_memory", expected="a GPU for auto", got=str(explanation.device), hint=hint)
         if explanation.dense is None:
             hint = "name an amount, such as 16GiB"
             raise ArgumentError("expert_memory", expected="a model whose other weights have a known size", got="auto",
                                 hint=hint)  # fmt: skip
         context = AUTO_CONTEXT * (explanation.kv.token_bytes(explanation.tp) if explanation.kv else 0)
-        free = (memory_bytes or explanation.device.memory_bytes) * (1 - RESERVE)
-        slots = slots_in(free - explanation.dense.total_bytes - context, specs, top_k)
+        free = memory_bytes or explanation.device.memory_bytes
+        dense = explanation.dense.total_bytes
+        left_by = (
+            f" for auto: {format_bytes(free)} less {RESERVE:.0%}, other weights ({format_bytes(dense)}) and "
+            f"{format_count(AUTO_CONTEXT)} tokens of context ({format_bytes(context)})"
+        )
+        slots = slots_in(free * (1 - RESERVE) - dense - context, specs, top_k, left_by)
     else:
         slots = slots_of(expert_memory, specs, top_k)
     for problem in problems:
-        require_slots(problem, slots)
+        require_slots(problem, slots, "expert_memory")
     each = [spec.local_bytes // spec.local_experts for spec in specs]
     step_us = None
     if explanation.times and (alone := explanation.times[0]).tokens == 1:
@@ -112,6 +127,8 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
         gpu_bytes=slots * sum(each) + 2 * max(spec.local_bytes for spec in specs),
         host_bytes=sum(spec.local_bytes for spec in specs),
         token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
+        other_bytes=explanation.dense and explanation.dense.total_bytes,
+        memory_bytes=explanation.device.memory_bytes,
         links=links(explanation.device.name),
         step_us=step_us,
     )

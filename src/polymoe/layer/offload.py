@@ -338,8 +338,8 @@ def require_own_memory(device: Device) -> None:
         )
 
 
-def require_slots(problem: Problem, slots: int) -> None:
-    """Check a number of slots.
+def require_slots(problem: Problem, slots: int, name: str = "slots") -> None:
+    """Check a number of slots, which the user gave as the argument ``name``.
 
     Raises:
         ArgumentError: unless the experts of a token fit, and not all experts do.
@@ -348,10 +348,10 @@ def require_slots(problem: Problem, slots: int) -> None:
     least = min(problem.top_k, experts)
     if not least <= slots < experts:
         raise ArgumentError(
-            "slots",
-            expected=f"{least} (the experts of a token) to {experts - 1} (one less than the layer has)",
+            name,
+            expected=f"{least} slots (the experts of a token) to {experts - 1} (one less than the layer has)",
             got=str(slots),
-            hint="without slots all experts lie on the GPU, which is faster" if slots >= experts else None,
+            hint="without it all experts lie on the GPU, which is faster" if slots >= experts else None,
         )
 
 
@@ -398,18 +398,19 @@ def slots_here(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) ->
     return slots
 
 
-def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int) -> int:
-    """Return the slots of each layer that so many bytes of GPU memory hold, as :func:`slots_of`; raises as it does."""
+def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int, left_by: str = "") -> int:
+    """Return the slots of each layer that so many bytes of GPU memory hold, as :func:`slots_of`; raises as it does.
+    ``left_by`` says in the error where the number comes from."""
     whole = 2 * max(spec.local_bytes for spec in layers)
     slot = sum(spec.local_bytes / spec.local_experts for spec in layers)
     if memory >= slot * min(spec.local_experts for spec in layers):
-        got, total = format_bytes(memory), format_bytes(sum(spec.local_bytes for spec in layers))
-        hint = "leave expert_memory out: all experts lie on the GPU then"
+        got, total = format_bytes(memory) + left_by, format_bytes(sum(spec.local_bytes for spec in layers))
+        hint = "leave it out: all experts lie on the GPU then"
         raise ArgumentError("expert_memory", expected=f"less than all experts take, {total}", got=got, hint=hint)
     if memory < whole + top_k * slot:
         raise ArgumentError(
             "expert_memory",
             expected=f"{format_bytes(whole + top_k * slot)}: two whole layers, and {top_k} slots in each layer",
-            got=format_bytes(max(memory, 0)),
+            got=format_bytes(max(memory, 0)) + left_by,
         )
     return int((memory - whole) / slot)

@@ -62,7 +62,7 @@ def test_slots_of_a_memory() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"expert_memory": "1slots"}, "slots: expected 2"),
+        ({"expert_memory": "1slots"}, "expert_memory: expected 2 slots"),
         ({"expert_memory": "1000GiB"}, "less than all experts"),
         ({"expert_memory": "some"}, "32slots"),
         ({"expert_memory": "auto"}, "a GPU for auto"),
@@ -118,7 +118,7 @@ def test_a_config_and_a_device_map() -> None:
             ids = tokenizer("123+456=", return_tensors="pt").input_ids
             with torch.no_grad():
                 assert relative_error(model(ids).logits, expected(ids).logits) < 2e-2
-        with pytest.raises(ArgumentError, match=r"slots: expected 2.*to 7.*got 9"):
+        with pytest.raises(ArgumentError, match=r"slots: expected 2 .*to 7.*got 9"):
             load_model(quantization_config=PolymoeConfig(expert_memory="9slots"))
         with pytest.raises(ArgumentError, match="16GiB or 512MiB"):
             PolymoeConfig(expert_memory="auto")

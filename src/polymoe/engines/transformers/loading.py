@@ -112,7 +112,9 @@ def load(
     quantized = checkpoint.quantization.quantized or experts is not None
     check_dense(dense, checkpoint.quantization.method)
     if expert_memory is not None and not quantized:
-        raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got="experts that are not packed")
+        hint = 'experts="int4_g32" quantizes them while loading'
+        got = "experts that are not packed"
+        raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got=got, hint=hint)
     require_model(checkpoint.model_type)
     explanation = explain(
         checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
