@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import slots_plot
+import slots_plot  # type: ignore
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
