@@ -7,6 +7,7 @@ import ctypes
 import gc
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -612,8 +613,8 @@ def test_what_is_refused() -> None:
     offloaded = OffloadedExperts(layer(), 3)
     with pytest.raises(UnsupportedProblem, match="to\\(device\\)"):
         offloaded.to("meta")
-    with pytest.raises(UnsupportedProblem, match="copy"):
-        copy.deepcopy(offloaded)
+    with pytest.raises(UnsupportedProblem, match=r"pickle: .*got experts in host memory"):
+        pickle.dumps(offloaded)
     with pytest.raises(UnsupportedProblem, match=r"share_memory\(\)"):
         offloaded.share_memory()
     with pytest.raises(UnsupportedProblem, match=r"torch\.export: .*got experts in host memory"):
@@ -626,6 +627,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match="expert_map"):
         offloaded(*call(1, 0), expert_map=torch.arange(EXPERTS))
     assert offloaded.to(torch.float16) is offloaded
+
+
+def test_copies_share_the_experts() -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    model = torch.nn.Sequential(offloaded)
+    for twin in (copy.copy(offloaded), copy.deepcopy(offloaded), copy.deepcopy(model)[0]):
+        assert twin is offloaded
+        assert relative_error(twin(*call(2, 0)), resident(*call(2, 0))) < 1e-6
 
 
 def test_in_a_compiled_graph() -> None:

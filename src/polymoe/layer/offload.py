@@ -264,9 +264,17 @@ class OffloadedExperts(FusedExperts):
             raise UnsupportedProblem("share_memory()", expected=expected, got="experts in host memory", hint=hint)
         return self
 
+    def __copy__(self) -> OffloadedExperts:
+        """The layer itself: experts in host memory are there once, and slots hold what is there after an update."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> OffloadedExperts:
+        """The layer itself, also in a copy of its model."""
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedProblem("a copy of experts in host memory", expected="one owner of page-locked memory",
-                                 got="copy or pickle", hint="load the experts again")  # fmt: skip
+        raise UnsupportedProblem("pickle", expected="experts that have no page-locked memory",
+                                 got="experts in host memory", hint="load the experts again")  # fmt: skip
 
     def summary(self) -> str:
         """Where the experts lie, and what a miss costs, as one line."""
