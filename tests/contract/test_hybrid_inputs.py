@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -57,17 +57,21 @@ class SumsConfig(Config):
 
 
 @dataclass(frozen=True)
-class Hybrid(Toy):
-    rounds_always: bool = False
+class TwoSteps(Toy):
+    """Another configuration for few tokens. ``always``: a backend that is wrong, as it runs the other one for them."""
+
+    config: ClassVar[type[InputConfig | SumsConfig]]
+    runner: ClassVar[type[ToyRunner]]
+    always: bool = False
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        return InputConfig(tokens <= MOST_PLAIN)
+        return self.config(tokens <= MOST_PLAIN)
 
     def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
         return (MOST_PLAIN,)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        return HybridRunner(self, problem, packed)
+        return self.runner(self, problem, packed)
 
 
 @dataclass(frozen=True)
@@ -75,25 +79,13 @@ class HybridRunner(ToyRunner):
     def run(self, call: CallArguments, config: Config) -> None:
         assert isinstance(config, InputConfig)
         assert isinstance(self.toy, Hybrid)
-        mode = UNQUANTIZED if config.plain and not self.toy.rounds_always else NVFP4
+        mode = UNQUANTIZED if config.plain and not self.toy.always else NVFP4
         weights = LAYOUTS[self.packed.layout].unpack(self.packed)
         call.out_TH.copy_(run_experts(replace(self.problem, activations=mode), weights, call.x_TH, call.routing))
 
 
-@dataclass(frozen=True)
-class Coarse(Toy):
-    """Results are 1 % too large with fast accumulation, or at every number of tokens."""
-
-    coarse_always: bool = False
-
-    def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        return SumsConfig(tokens <= MOST_PLAIN)
-
-    def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
-        return (MOST_PLAIN,)
-
-    def bind(self, problem: Problem, packed: Packed) -> Runner:
-        return CoarseRunner(self, problem, packed)
+class Hybrid(TwoSteps):
+    config, runner = InputConfig, HybridRunner
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,13 @@ class CoarseRunner(ToyRunner):
         assert isinstance(self.toy, Coarse)
         weights = LAYOUTS[self.packed.layout].unpack(self.packed)
         y_TH = run_experts(self.problem, weights, call.x_TH, call.routing)
-        call.out_TH.copy_(y_TH if config.exact and not self.toy.coarse_always else y_TH * 1.01)
+        call.out_TH.copy_(y_TH if config.exact and not self.toy.always else y_TH * 1.01)
+
+
+class Coarse(TwoSteps):
+    """Results are 1 % too large with fast accumulation."""
+
+    config, runner = SumsConfig, CoarseRunner
 
 
 def coarse(**kwargs: Any) -> Coarse:
@@ -124,7 +122,7 @@ def test_each_step_is_compared_with_what_it_computes() -> None:
         x, routing = random_call(tokens, 64, 5)
         assert torch.equal(experts(x, *routing), run_experts(replace(problem, activations=mode), weights, x, routing))
     with pytest.raises(VerificationError, match=r"backend 'hybrid' \(plain=True\).*at most 0.006 against"):
-        FusedExperts.pack(problem, weights, choice({"hybrid": hybrid(rounds_always=True)}))
+        FusedExperts.pack(problem, weights, choice({"hybrid": hybrid(always=True)}))
 
 
 def test_a_larger_error_is_allowed_only_where_sums_are_fast() -> None:
@@ -134,16 +132,16 @@ def test_a_larger_error_is_allowed_only_where_sums_are_fast() -> None:
     ranges = [(tokens, step.config.kernel_family) for tokens, step in experts.explain().require().ranges()]
     assert ranges == [("1-19", "exact"), ("20+", "fast")]
     with pytest.raises(VerificationError, match=r"backend 'coarse' \(exact=True\).*at most 0.006 against"):
-        FusedExperts.pack(problem, weights, choice({"coarse": coarse(coarse_always=True)}))
+        FusedExperts.pack(problem, weights, choice({"coarse": coarse(always=True)}))
 
 
 @pytest.mark.parametrize(
     ("backend", "format", "mode", "found"),
     [
         (hybrid(), "nvfp4", NVFP4, (UNQUANTIZED, NVFP4)),
-        (hybrid(rounds_always=True), "nvfp4", NVFP4, (None, NVFP4)),
+        (hybrid(always=True), "nvfp4", NVFP4, (None, NVFP4)),
         (coarse(), "mxfp4", FP8_TOKEN_FAST, (FP8_TOKEN, FP8_TOKEN_FAST)),
-        (coarse(coarse_always=True), "mxfp4", FP8_TOKEN_FAST, (None, FP8_TOKEN_FAST)),
+        (coarse(always=True), "mxfp4", FP8_TOKEN_FAST, (None, FP8_TOKEN_FAST)),
     ],
     ids=("hybrid", "hybrid, wrong", "coarse", "coarse, wrong"),
 )

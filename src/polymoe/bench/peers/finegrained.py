@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import FP8_GROUP128, MXFP8
 from polymoe.problem.verdict import Reason
-
-__all__ = ["FinegrainedFp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,8 @@ class FinegrainedFp8:
 
     def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
         """Return the call; weights stay as they are. Its kernels are compiled and tuned at the first call."""
+        from triton.testing import do_bench
+
         from kernels import get_kernel
 
         library = get_kernel("kernels-community/finegrained-fp8", version=4)
@@ -50,19 +49,7 @@ class FinegrainedFp8:
             given = (x_TH, ids_TA, weights_TA, up["codes"], down["codes"], *scales, blocks)
             tokens = len(x_TH)
             if tokens not in fastest:  # before graphs are captured: every size is called once
-                fastest[tokens] = min(functions, key=lambda function: _milliseconds(lambda: function(*given)))
+                fastest[tokens] = min(functions, key=lambda f: do_bench(lambda: f(*given)))  # type: ignore
             return fastest[tokens](*given)
 
         return call
-
-
-def _milliseconds(call: Callable[[], Tensor]) -> float:
-    """Time of the third call; the first one compiles."""
-    for _ in range(2):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
