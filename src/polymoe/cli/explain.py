@@ -186,6 +186,8 @@ def _times(explanation: Explanation) -> Table:
 
 
 def _ranges(row: Row) -> Table:
+    from polymoe.backends.base import inputs_of
+
     title = f"layers {format_ranges(row.layers)}: plan, with layout {row.selection.require().layout}"
     ranges = row.selection.ranges()
     families = [found.step.config.kernel_family for found in ranges]
@@ -193,9 +195,10 @@ def _ranges(row: Row) -> Table:
     proofs = ("kernels were",) if any(found.proven for found in ranges) else ()  # a CPU's all passed the tests
     rows = []
     for found, family in zip(ranges, families, strict=True):
-        kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
-        fast = row.problem.activations.fast_accumulation and found.step.config.fast_accumulation
-        backend = found.step.backend + (", 16-bit inputs" if kept else ", fast accumulation" if fast else "")
+        inputs = inputs_of(row.problem, found.step.config)
+        kept = row.problem.activations.quantized and not inputs.quantized
+        fast = ", fast accumulation" if inputs.fast_accumulation else ""
+        backend = found.step.backend + (", 16-bit inputs" if kept else fast)
         named = (family or "of one kind",) if kernels else ()
         proven = (found.proven,) if proofs else ()
         rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, *proven))
