@@ -80,7 +80,7 @@ def checks_of_few_experts_only() -> Iterator[None]:
         yield
 
 
-def load_seconds(path: Path, layer: int, device: str, backend: str, activations: str, repeats: int = 5) -> list[float]:
+def load_seconds(path: Path, layer: int, device: str, backend: str, activations: str, repeats: int = 9) -> list[float]:
     """The least time, of some that alternate, to load a layer from the page cache: with the checks of a few experts
     only, and with those of every expert. Kernels are compiled before."""
     least = [float("inf")] * 2
