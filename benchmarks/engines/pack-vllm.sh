@@ -12,7 +12,8 @@
 # compile kernels there. Left out: kernels of other GPUs, FlashAttention 2, FlashMLA, FlashInfer, and the Rust server.
 set -eu
 [ $# -eq 1 ] || { sed -n 2,13p "$0"; exit 2; }
-carry=$1
+carry=$(realpath "$1")
+here=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/site" "$work/out"
@@ -53,5 +54,5 @@ export PYTHONPATH=/tmp/vllm-site:/tmp/vllm-site/vllm/third_party${PYTHONPATH:+:$
 export VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_USE_FLASHINFER_SAMPLER=0 NCCL_NVLS_ENABLE=0
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 END_OF_FILE
-cd - >/dev/null
+cd "$here"
 "$carry" pack vllm "$work"/out/*
