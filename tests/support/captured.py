@@ -29,4 +29,5 @@ def captured_follows_new_rows(
         ids.copy_(new.topk_ids_TA)
         scores.copy_(new.topk_weights_TA)
         graph.replay()
-        assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < most
+        error = relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new))
+        assert error < most, error
