@@ -85,6 +85,8 @@ def test_refusals_come_before_any_timing(
         ("--case", "kimi-k2", "--layer", 1),
         ("--checkpoint", SUMS, "--experts", 4),
         ("--checkpoint", SUMS, "--no-bias"),
+        (*SMALL, "--misses", "0"),
+        (*SMALL, "--slots", 3, "--peers", "vllm"),
     ],
 )
 def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.explanation import explain
+from polymoe.explanation import explain, offload
 from polymoe.explanation.offload import offload_of
 from polymoe.machine.link import LINKS, MeasuredLink, recorded_link
 
@@ -35,6 +35,16 @@ def test_gpt_oss_120b_on_an_rtx_4090() -> None:
     assert found.to_dict()["tokens_per_second"][0]["link"].startswith("PCIe 4")
     assert found.line().startswith(f"fits with experts in host memory: {found.slots} of 128 experts")
     assert offload_of(explanation, "30GiB").line().startswith("does not fit with experts in host memory: 60 of 128")
+    exact = replace(found, memory_bytes=round((found.gpu_bytes + (found.other_bytes or 0)) / 0.95) + 1)
+    assert exact.line().startswith("fits")
+    assert replace(exact, memory_bytes=exact.memory_bytes - 10).line().startswith("does not fit")  # 5 % are reserved
+
+
+def test_free_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "host_memory", lambda: (7 << 30, 8 << 30))
+    found = offload_of(explain("openai/gpt-oss-120b", device="rtx4090"), "auto")
+    assert "host memory (this machine has 7.0 GiB free);" in found.line()
+    assert found.to_dict()["host_free_bytes"] == 7 << 30
 
 
 @pytest.mark.parametrize(

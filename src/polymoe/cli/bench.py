@@ -49,9 +49,9 @@ class _Calls:
     slots: int | None = option(
         None, "Time calls with all experts in host memory and so many slots on the GPU; one token by --misses.", min=1
     )
-    misses: tuple[int, ...] = option(
-        "0,1,2,4",
-        "With --slots: experts that a call has to copy, separated by commas.",
+    misses: tuple[int, ...] | None = option(
+        None,
+        "With --slots: experts that a call has to copy, separated by commas. Default: 0,1,2,4.",
         "--misses",
         parse=numbers(0, 999),
     )
@@ -87,6 +87,12 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
     Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
     layer.check(of_case=vars(changes))
+    if calls.misses is not None and calls.slots is None:
+        raise typer.BadParameter("--misses needs --slots: without slots all experts lie on the GPU")
+    of_backends = {"backends": contenders.backends, "peers": contenders.peers, "energy": output.energy or None,
+                   "profile": output.profile}  # fmt: skip
+    if calls.slots is not None and (given := [name for name, value in of_backends.items() if value is not None]):
+        raise typer.BadParameter(f"--{given[0]} needs all experts on the GPU: leave it out, or --slots")
     bench = _prepared(layer, changes, calls, contenders.device, output)
     append = output.appender()
     workload, device = bench.workload, bench.machine.device
@@ -116,7 +122,7 @@ def _rows(bench: Bench, calls: _Calls, contenders: _Contenders, progress: Callab
     from polymoe.bench.slots import slot_rows
 
     where = (bench.workload, bench.distribution, bench.machine, bench.device, bench.stamp)
-    return slot_rows(*where, calls.slots, calls.misses, calls.tokens, progress)
+    return slot_rows(*where, calls.slots, calls.misses or (0, 1, 2, 4), calls.tokens, progress)
 
 
 def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: str, output: _Output) -> Bench:

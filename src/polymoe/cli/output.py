@@ -85,9 +85,13 @@ def speed_line(speed: dict[str, Any]) -> str:
         if speed["packed_bytes"]
         else "not quantized"
     )
+    slots = ""
+    if "slots" in speed:
+        hits = speed["hits"] / max(speed["hits"] + speed["misses"], 1)
+        slots = f"; {speed['slots']} slots in each layer, {hits:.0%} hits, {format_bytes(speed['copied_bytes'])} copied"
     return (
         f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
-        f"on {speed['device']}; experts {experts}"
+        f"on {speed['device']}; experts {experts}{slots}"
     )
 
 

@@ -23,6 +23,11 @@ _FORMAT = re.compile(r"-(bf16|fp8|nvfp4|mxfp4|awq|(gptq-)?int4)$", re.IGNORECASE
 _SIZES_TRIED = (2, 4, 8, 16, 32, 64, *range(3, 64))
 
 
+def usable_bytes(memory_bytes: int) -> int:
+    """Bytes of a GPU's memory for weights and the KV cache: all but :data:`RESERVE`."""
+    return round(memory_bytes * (1 - RESERVE))
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """One of ``tp * dp`` GPUs that serve a model together, counted as engines count them.
@@ -133,7 +138,7 @@ class Fit:
         where the weights do not fit."""
         if self.device.kind != "cuda":
             return None
-        return round(self.device.memory_bytes * (1 - RESERVE)) - self.weight_bytes
+        return usable_bytes(self.device.memory_bytes) - self.weight_bytes
 
     @property
     def fits(self) -> bool | None:

@@ -9,7 +9,8 @@ from typing import Any
 from polymoe.common.units import format_bytes, format_count
 from polymoe.errors import ArgumentError
 from polymoe.explanation.explanation import Explanation
-from polymoe.explanation.fit import RESERVE
+from polymoe.explanation.fit import RESERVE, usable_bytes
+from polymoe.machine import host_memory
 from polymoe.machine.link import LINKS, links
 
 AUTO_CONTEXT = 8192
@@ -33,6 +34,7 @@ class Offload:
         other_bytes: of the model's other weights; None where sizes are not known.
         memory_bytes: of the GPU.
         host_bytes: of all experts, page-locked.
+        host_free_bytes: of this machine's memory, or the container's; None where Linux does not say.
         token_bytes: of the experts of one token in all layers: what no hit at all copies.
         step_us: predicted time of a token whose experts are all in slots: experts, reading other weights, and
             :data:`LAYER_US` for each layer; None where it is not known.
@@ -48,6 +50,7 @@ class Offload:
     memory_bytes: int
     step_us: float | None
     links: Sequence[tuple[str, float]] = LINKS
+    host_free_bytes: int | None = None
 
     def tokens_per_second(self, hits: float, bytes_per_s: float) -> float:
         """Return the predicted tokens per second of one sequence at a share of hits: the step and the copies."""
@@ -57,19 +60,21 @@ class Offload:
     def line(self) -> str:
         """Slots and memory, as a sentence, and whether the GPU has room for them."""
         gpu, host = format_bytes(self.gpu_bytes), format_bytes(self.host_bytes)
-        beside, fits = "", ""
+        beside, fits, free = "", "", ""
         if self.other_bytes is not None:
             beside = f" beside {format_bytes(self.other_bytes)} of other weights"
-            fits = "fits" if self.gpu_bytes + self.other_bytes <= self.memory_bytes else "does not fit"
+            fits = "fits" if self.gpu_bytes + self.other_bytes <= usable_bytes(self.memory_bytes) else "does not fit"
             fits += " with experts in host memory: "
+        if self.host_free_bytes is not None:
+            free = f" (this machine has {format_bytes(self.host_free_bytes)} free)"
         return (
             f"{fits}{self.slots} of {self.experts} experts of each layer in slots, {gpu} on the GPU{beside}, {host} of "
-            f"page-locked host memory; a token whose experts are in none copies {format_bytes(self.token_bytes)}"
+            f"page-locked host memory{free}; a token whose experts are in none copies {format_bytes(self.token_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        names = ("slots", "gpu_bytes", "host_bytes", "token_bytes")
+        names = ("slots", "gpu_bytes", "host_bytes", "host_free_bytes", "token_bytes")
         rates = [
             {"link": name, "hits": hits, "tokens_per_second": round(self.tokens_per_second(hits, rate), 1)}
             for name, rate in self.links
@@ -112,11 +117,12 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
             f" for auto: {format_bytes(free)} less {RESERVE:.0%}, other weights ({format_bytes(dense)}) and "
             f"{format_count(AUTO_CONTEXT)} tokens of context ({format_bytes(context)})"
         )
-        slots = slots_in(free * (1 - RESERVE) - dense - context, specs, top_k, left_by)
+        slots = slots_in(usable_bytes(free) - dense - context, specs, top_k, left_by)
     else:
         slots = slots_of(expert_memory, specs, top_k)
     for problem in problems:
         require_slots(problem, slots, "expert_memory")
+    memory = host_memory()
     each = [spec.local_bytes // spec.local_experts for spec in specs]
     step_us = None
     if explanation.times and (alone := explanation.times[0]).tokens == 1:
@@ -126,6 +132,7 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
         experts=max(spec.local_experts for spec in specs),
         gpu_bytes=slots * sum(each) + 2 * max(spec.local_bytes for spec in specs),
         host_bytes=sum(spec.local_bytes for spec in specs),
+        host_free_bytes=memory and memory[0],
         token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
         other_bytes=explanation.dense and explanation.dense.total_bytes,
         memory_bytes=explanation.device.memory_bytes,

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.cli.output import speed_line
 from polymoe.engines.transformers import PolymoeConfig, load, uninstall
 from polymoe.engines.transformers.generator import Generator
 from polymoe.engines.transformers.quantizer import PackedQuantizer
@@ -42,6 +43,11 @@ def test_a_model_computes_the_same() -> None:
 def test_answers() -> None:
     generator = Generator.load(SUMS, device="cpu", expert_memory="4 slots")
     assert generator.answer(["123+456="], max_tokens=8)[0].text == "579"
+    speed = generator.speed()
+    assert speed["misses"] > 0
+    assert 0 <= speed["hits"] / (speed["hits"] + speed["misses"]) < 1
+    line = speed_line(speed)
+    assert f"4 slots in each layer, {speed['hits'] / (speed['hits'] + speed['misses']):.0%} hits, " in line
 
 
 def test_slots_of_a_memory() -> None:

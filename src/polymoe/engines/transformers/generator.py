@@ -18,6 +18,7 @@ from polymoe.engines.transformers.model_config import context_length
 from polymoe.engines.transformers.replies import read_reply
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
 
 _CACHE_STEP = 1024  # tokens
 
@@ -187,8 +188,12 @@ class Generator:
         return [m for m in self.model.modules() if isinstance(m, FusedExperts)]
 
     def speed(self) -> dict[str, Any]:
-        """Time and tokens of all answers so far, size and layouts of the experts, backends, device: values for JSON."""
+        """Time and tokens of all answers so far, size and layouts of the experts, backends, device: values for JSON. Of
+        experts in host memory also slots and counts of all calls, summed over the layers."""
         layers = self.experts()
+        offloaded = [layer for layer in layers if isinstance(layer, OffloadedExperts)]
+        counts = [layer.cache_stats() for layer in offloaded]
+        names = ("hits", "misses", "copied_bytes") if counts else ()
         return {
             "seconds": self.seconds,
             "new_tokens": self.new_tokens,
@@ -199,4 +204,6 @@ class Generator:
             "dequantized_bytes": sum(x.problem.spec.dequantized_bytes for x in layers),
             "backends": sorted({step.backend for x in layers for step in x.explain().require().steps}),
             "device": str(self.model.device),
+            **({"slots": max(layer.slots for layer in offloaded)} if offloaded else {}),
+            **{name: sum(count[name] for count in counts) for name in names},
         }
