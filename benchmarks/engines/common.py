@@ -480,15 +480,16 @@ def compare_reloads(
             record({"model": Path(name).name, "experts": "polymoe", "reload": True} | result)
 
 
-def arguments(description: str | None, runs: str) -> argparse.Namespace:
+def arguments(description: str | None, runs: str, *more: str) -> argparse.Namespace:
     """Arguments of a benchmark's command line.
 
     Args:
         description: of the program.
         runs: which checkpoints it asks by default.
+        more: what else than answers, reload and speed it runs.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["answers", "reload", "speed", "one"])
+    parser.add_argument("what", choices=["answers", "reload", *more, "speed", "one"])
     parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="where records are appended")
     parser.add_argument("--tp", type=int, default=1)
@@ -515,6 +516,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
     )
     parser.add_argument("--count", type=int, default=100, help="questions to each checkpoint")
     parser.add_argument("--again", type=int, default=0, help="how often to ask all questions again; vLLM only")
+    parser.add_argument("--sleep", action="store_true", help="ask again after sleep mode; vLLM only")
     parser.add_argument("--commit", help="of the code, where git does not know it")
     args = parser.parse_args()
     global _until

@@ -2,21 +2,24 @@
 
     python benchmarks/engines/vllm_run.py answers --out FILE [--tp 2] [--dp 2] [--ep] [--models NAME ...]
     python benchmarks/engines/vllm_run.py reload --out FILE [--models NAME ...]
+    python benchmarks/engines/vllm_run.py pair --out FILE [--models NAME ...]
     python benchmarks/engines/vllm_run.py speed --out FILE [--case NAME] [--backends polymoe marlin ...]
 
 ``answers`` asks each bundled checkpoint that vLLM can run for sums, once with ``POLYMOE=require`` and once with
 ``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
 layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). With ``--again``
 it asks all questions so often again, and counts the answers that stay the same; where vLLM moves experts between ranks
-(EPLB), also the places that hold another expert after each time (``moved``). ``reload`` starts
-each with CUDA graphs, reloads changed weights, the first ones, and the changed ones again, and compares the answers
-with those of a fresh start. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts
-about uniformly: for each backend the time to load, the peak of memory while loading, and the time inside the experts'
-operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of
-its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per second
-and the GPU's time for one decode step (``step_us_*``). Each engine runs in a process of its own; one that fails is a
-record with its error. With ``--dp``, ``answers`` starts as many processes, each a data-parallel rank with a GPU and
-prompts of its own. Records are JSON lines.
+(EPLB), also the places that hold another expert after each time (``moved``). With ``--sleep``, it sends the engine to
+sleep on levels 1, 2 and 1, and counts the equal answers after each time. ``reload`` starts each with CUDA graphs,
+reloads changed weights, the first ones, and the changed ones again, and compares the answers with those of a fresh
+start. ``pair`` fills the cache in one engine and continues in another, on the same GPU, and counts the continuations
+that are those of one engine that does both. ``speed`` runs some layers of real sizes with random weights, whose router
+chooses experts about uniformly: for each backend the time to load, the peak of memory while loading, and the time
+inside the experts' operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``: time in
+which at least one of its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs,
+output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine runs in a process of its
+own; one that fails is a record with its error. With ``--dp``, ``answers`` starts as many processes, each a
+data-parallel rank with a GPU and prompts of its own. Records are JSON lines.
 """
 
 from __future__ import annotations
@@ -121,6 +124,13 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     if moves:
         held += llm.collective_rpc(experts_held)
         found["moved"] = [int((a != b).sum()) for a, b in itertools.pairwise(held)]
+    for level in request.get("sleep", ()):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:  # weights were not kept
+            llm.collective_rpc("reload_weights")
+        equal = sum(a == b for a, b in zip(ask(), tokens, strict=True))
+        found.setdefault("same_after_sleep", []).append(equal)
     reloaded = []
     for path in request.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -132,6 +142,18 @@ def experts_held(worker: Any) -> Any:
     """The expert of each place of each layer, of an engine that moves experts."""
     (state,) = worker.model_runner.eplb_state.model_states.values()
     return state.physical_to_logical_map.cpu().clone()
+
+
+def continued(request: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens after prompts of three blocks of the cache and two tokens more, of several sums each."""
+    from vllm import SamplingParams  # pyright: ignore
+
+    llm, found = engine(request["settings"])
+    tokenizer = llm.get_tokenizer()
+    ids = [token for question, _ in common.sums(request["count"]) for token in tokenizer(question)["input_ids"]]
+    prompts = [{"prompt_token_ids": ids[i : i + 50]} for i in range(0, len(ids) - 50, 25)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=request["steps"]), use_tqdm=False)
+    return found | {"tokens": [list(out.outputs[0].token_ids) for out in outputs], "of": len(prompts)}
 
 
 def speed(request: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +204,8 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
 
 def one(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Run a request in a process of its own; its result, or its error."""
-    said, first_error = r"(?i)polymoe|(?-i:MoE backend)", r"^\((Worker|EngineCore)\S* .*\b\w*(Error|Exception)\b.*: "
+    said = r"(?i)polymoe|(?-i:MoE backend|External Cache Hit)"
+    first_error = r"^\((Worker|EngineCore)\S* .*\b\w*(Error|Exception)\b.*: "
     return common.one(__file__, request, environment, said=said, first_error=first_error)
 
 
@@ -231,6 +254,8 @@ def run_answers(args: Namespace, record: Record) -> None:
     def ask(name: str, mode: str) -> dict[str, Any]:
         settings = small(name, args, enforce_eager=not args.graphs)
         request = {"what": "answers", "count": args.count, "settings": settings, "again": args.again}
+        if args.sleep:
+            settings["enable_sleep_mode"], request["sleep"] = True, [1, 2, 1]
         request["capture"] = mode == "require" and args.tp == args.dp == 1
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -258,6 +283,27 @@ def run_reload(args: Namespace, record: Record) -> None:
     common.compare_reloads(args.models or ["sums-gpt-oss-mxfp4", "sums-qwen3-fp8"], ask, args, record)
 
 
+def run_pair(args: Namespace, record: Record) -> None:
+    def ask(name: str, steps: int, **settings: Any) -> dict[str, Any]:
+        settings = small(name, args, enforce_eager=not args.graphs, block_size=16, **settings)
+        request = {"what": "pair", "count": args.count, "settings": settings, "steps": steps}
+        return one(request, environment(args, "require"))
+
+    for name in args.models or ["sums-qwen3-fp8"]:
+        with tempfile.TemporaryDirectory() as folder:
+            shared = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": folder}}
+            filled = ask(name, 1, kv_transfer_config=shared | {"kv_role": "kv_producer"})
+            files = len(list(Path(folder).glob("*/*.safetensors")))
+            result = ask(name, 8, kv_transfer_config=shared | {"kv_role": "kv_consumer"})
+        alone = ask(name, 8)
+        errors = [found["error"] for found in (filled, result, alone) if "error" in found]
+        if errors:
+            result = {"error": errors[0]}
+        else:
+            result["same_as_one"] = sum(a == b for a, b in zip(result["tokens"], alone["tokens"], strict=True))
+        record({"model": Path(name).name, "experts": "polymoe", "pair": True, "files": files} | result)
+
+
 def run_speed(args: Namespace, record: Record) -> None:
     # One engine takes what memory is left for its cache, several a share that is enough.
     memory = {"kv_cache_memory_bytes": 2**31, "gpu_memory_utilization": 0.1} if args.jobs > 1 else {}
@@ -282,13 +328,14 @@ def run_speed(args: Namespace, record: Record) -> None:
 
 
 def main() -> None:
-    args = common.arguments(__doc__, "all that vLLM runs")
+    args = common.arguments(__doc__, "all that vLLM runs", "pair")
     if args.what == "one":
         request = json.loads(args.files[0].read_text())
-        result = {"answers": answers, "reload": answers, "speed": speed}[request["what"]](request)
+        result = {"answers": answers, "reload": answers, "pair": continued, "speed": speed}[request["what"]](request)
         args.files[1].write_text(json.dumps(result))
         return
-    {"answers": run_answers, "reload": run_reload, "speed": run_speed}[args.what](args, common.recorder(args))
+    runs = {"answers": run_answers, "reload": run_reload, "pair": run_pair, "speed": run_speed}
+    runs[args.what](args, common.recorder(args))
 
 
 if __name__ == "__main__":
