@@ -100,18 +100,18 @@ struct WorkTiles {
 };
 
 // What this warp has of the CTA's work: every so many units from `begin` on, and of their blocks of 128 columns every
-// so many from `part` on.
-struct Share {
+// so many from `k_warp` on.
+struct WarpWork {
     int units, k_blocks;  // of a work tile
-    int parts, part;      // warps that share a unit, and which of them this one is
+    int k_warps, k_warp;  // warps that share a unit, and which of them this one is
     int groups, group;    // of such warps
     int begin, end;
 
-    __device__ __forceinline__ Share(const GemmArgs& args, int tiles) {
+    __device__ __forceinline__ WarpWork(const GemmArgs& args, int tiles) {
         const int warp = warp_uniform(threadIdx.x / 32);
         units = args.n / kUnit, k_blocks = args.k / kE4m3BlockK;
         const int bits = min(4, 31 - __clz(k_blocks));
-        parts = 1 << bits, part = warp & (parts - 1);
+        k_warps = 1 << bits, k_warp = warp & (k_warps - 1);
         groups = kWarps >> bits, group = warp >> bits;
         const uint32_t total = tiles * units, share = total / gridDim.x, more = total % gridDim.x;
         begin = share * blockIdx.x + min(static_cast<uint32_t>(blockIdx.x), more);
@@ -123,36 +123,36 @@ struct Share {
 struct Weights {
     const GemmArgs& args;
     const WorkTiles& tiles;
-    const Share& share;
+    const WarpWork& work;
     int unit, k_block;
     const uint8_t* from;  // the next block
     int step;             // from one of the warp's blocks to the next, in bytes
 
-    __device__ __forceinline__ Weights(const GemmArgs& args, const WorkTiles& tiles, const Share& share)
-        : args(args), tiles(tiles), share(share), unit(share.begin) {
+    __device__ __forceinline__ Weights(const GemmArgs& args, const WorkTiles& tiles, const WarpWork& work)
+        : args(args), tiles(tiles), work(work), unit(work.begin) {
         find();
     }
 
     __device__ __forceinline__ void find() {
-        k_block = share.part;
-        if (unit >= share.end) return;
-        const int index = unit / share.units, row = (unit - index * share.units) * kUnit, tile = row / 256;
+        k_block = work.k_warp;
+        if (unit >= work.end) return;
+        const int index = unit / work.units, row = (unit - index * work.units) * kUnit, tile = row / 256;
         const int block_bytes = min(256, args.n - tile * 256) * kE4m3BlockK;  // of all rows of the layout's tile
         from = args.codes + tiles.expert_of(index) * args.codes_stride + 256LL * tile * args.k +
                static_cast<long long>(k_block) * block_bytes + row % 256 * kE4m3BlockK;
-        step = block_bytes * share.parts;
+        step = block_bytes * work.k_warps;
     }
 
     // Copies the next block, if there is one.
     __device__ __forceinline__ void copy(uint32_t stage, uint32_t barrier) {
-        if (unit >= share.end) return;
+        if (unit >= work.end) return;
         if (threadIdx.x % 32 == 0) {
             mbarrier_arrive_expect_tx(barrier, kBlockBytes);
             bulk_copy_g2s_evict_first(stage, from, kBlockBytes, barrier);
         }
-        k_block += share.parts, from += step;
-        if (k_block >= share.k_blocks) {
-            unit += share.groups;
+        k_block += work.k_warps, from += step;
+        if (k_block >= work.k_blocks) {
+            unit += work.groups;
             find();
         }
     }
@@ -161,17 +161,17 @@ struct Weights {
 // The weights' scales of a unit. kBlock128: of the warp's blocks; lane i has that of its block i for rows g of tiles,
 // lane 16 + i for rows g + 8. kChannel: of the unit's rows, one a lane.
 template <Scales SCALES, int PART>
-__device__ __forceinline__ float weight_scales(const GemmArgs& args, const WorkTiles& tiles, const Share& share,
+__device__ __forceinline__ float weight_scales(const GemmArgs& args, const WorkTiles& tiles, const WarpWork& work,
                                                int unit) {
-    if (unit >= share.end) return 0.0f;
-    const int index = unit / share.units, row = (unit - index * share.units) * kUnit, lane = threadIdx.x % 32;
+    if (unit >= work.end) return 0.0f;
+    const int index = unit / work.units, row = (unit - index * work.units) * kUnit, lane = threadIdx.x % 32;
     if constexpr (SCALES == kChannel) {
         return reinterpret_cast<const float*>(args.scales + tiles.expert_of(index) * args.scales_stride)[row + lane];
     } else {
         const w8::WeightScales scales = w8::WeightScales::of<PART>(args, tiles.expert_of(index), row / 256);
         const float* from = (PART == kDown ? row / 128 % 2 : lane / 16) ? scales.second : scales.first;
-        const int k_block = share.part + lane % 16 * share.parts;
-        return k_block < share.k_blocks ? from[k_block] : 0.0f;
+        const int k_block = work.k_warp + lane % 16 * work.k_warps;
+        return k_block < work.k_blocks ? from[k_block] : 0.0f;
     }
 }
 
@@ -197,7 +197,7 @@ struct Columns {
     uint4 raw[kAtOnce];
     float scale[kAtOnce];  // of E4M3
 
-    __device__ __forceinline__ void fetch(const RoundingArgs& args, const Share& share, int row, int k_block) {
+    __device__ __forceinline__ void fetch(const RoundingArgs& args, const WarpWork& work, int row, int k_block) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
         const long long from = args.top_k ? row / args.top_k : row;
         const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) + from * (dtype == 2   ? args.k * 4
@@ -205,8 +205,8 @@ struct Columns {
                                                                                            : args.k * 2);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const int block = k_block + i * share.parts, column = block * kE4m3BlockK + lane * 4;
-            if (block >= share.k_blocks) break;
+            const int block = k_block + i * work.k_warps, column = block * kE4m3BlockK + lane * 4;
+            if (block >= work.k_blocks) break;
             if (dtype == 2) {
                 raw[i] = *reinterpret_cast<const uint4*>(x + column * 4);
             } else if (dtype == 3) {
@@ -230,11 +230,11 @@ struct Columns {
     }
 
     // The largest magnitude of this lane's columns.
-    __device__ __forceinline__ float amax(const RoundingArgs& args, const Share& share, int k_block) const {
+    __device__ __forceinline__ float amax(const RoundingArgs& args, const WarpWork& work, int k_block) const {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            if (k_block + i * share.parts >= share.k_blocks) break;
+            if (k_block + i * work.k_warps >= work.k_blocks) break;
             float v[4];
             values(i, PART == kDown ? 2 : args.x_dtype, v);
             most = fmaxf(most, fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
@@ -245,14 +245,14 @@ struct Columns {
     // Rounds them as row `g` of the work tile, and stores codes and scales at `to`, where the first block begins. The
     // lane 4g + t has, for each 16 columns, columns 4t to 4t + 3 in one of eight words. `row_scale` is the row's scale
     // (kChannel, unless x is E4M3).
-    __device__ __forceinline__ void store(const RoundingArgs& args, const Share& share, int g, int k_block, uint32_t to,
-                                          float row_scale) {
+    __device__ __forceinline__ void store(const RoundingArgs& args, const WarpWork& work, int g, int k_block,
+                                          uint32_t to, float row_scale) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
         const int step = lane / 4;  // of 16 columns
         to += step / 4 * 512 + step % 4 * 4 + g * 64 + lane % 4 * 16;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            if (k_block + i * share.parts >= share.k_blocks) break;
+            if (k_block + i * work.k_warps >= work.k_blocks) break;
             uint32_t codes = raw[i].x;
             float by = scale[i];
             if (dtype != 3) {
@@ -269,7 +269,7 @@ struct Columns {
                 for (int j = 0; j < 4; ++j) v[j] = exact_divide(v[j], by, inverse);
                 codes = pack_e4m3x2(v[0], v[1]) | pack_e4m3x2(v[2], v[3]) << 16;
             }
-            const uint32_t block = to + i * share.parts * kXBytes;
+            const uint32_t block = to + i * work.k_warps * kXBytes;
             st_shared(block, codes);
             if (lane == 0) st_shared(block - g * 64 + 1024 + g * 4, __float_as_uint(by));
         }
@@ -340,7 +340,7 @@ struct Warp {
     const uint32_t full, stages, exchanges;  // mbarriers; stages; two buffers of sums, of all warps
     float* maxima;                           // [kWarps, kRows], of all warps (kChannel)
     const WorkTiles tiles;
-    const Share share;
+    const WarpWork work;
     const uint32_t x_start;  // of the group's rounded x
     XColumns columns;
     Rows x;
@@ -359,8 +359,8 @@ struct Warp {
           exchanges(memory + args.stages * kWarps * kBlockBytes),
           maxima(maxima),
           tiles(args),
-          share(args, tiles.count),
-          x_start(exchanges + 2 * kExchange + share.group * share.k_blocks * kXBytes),
+          work(args, tiles.count),
+          x_start(exchanges + 2 * kExchange + work.group * work.k_blocks * kXBytes),
           x{},
           now(-1),
           fetched(PART != kDown),
@@ -372,8 +372,8 @@ struct Warp {
 
     // Of the warps that share a unit.
     __device__ __forceinline__ void meet() const {
-        if (share.parts > 1) {
-            named_barrier_sync(1 + share.group, share.parts * 32);
+        if (work.k_warps > 1) {
+            named_barrier_sync(1 + work.group, work.k_warps * 32);
         } else {
             __syncwarp();
         }
@@ -388,18 +388,18 @@ struct Warp {
             const int row = __shfl_sync(kAll, x.row, g * 4);
             float most = 0.0f;
 #pragma unroll 1
-            for (int k_block = share.part; k_block < share.k_blocks; k_block += XColumns::kAtOnce * share.parts) {
-                if (!fetched) columns.fetch(args, share, row, k_block);
+            for (int k_block = work.k_warp; k_block < work.k_blocks; k_block += XColumns::kAtOnce * work.k_warps) {
+                if (!fetched) columns.fetch(args, work, row, k_block);
                 fetched = false;
-                most = fmaxf(most, columns.amax(args, share, k_block));
+                most = fmaxf(most, columns.amax(args, work, k_block));
             }
             most = warp_max(most);
             if (lane == 0) maxima[warp * kRows + g] = most;
         }
         meet();
         float most = 0.0f;
-        for (int i = 0; i < share.parts; ++i) {
-            most = fmaxf(most, maxima[(warp - share.part + i) * kRows + lane % kRows]);
+        for (int i = 0; i < work.k_warps; ++i) {
+            most = fmaxf(most, maxima[(warp - work.k_warp + i) * kRows + lane % kRows]);
         }
         return scale_of<ORDERED>(most);
     }
@@ -416,10 +416,10 @@ struct Warp {
             const int row = __shfl_sync(kAll, x.row, g * 4);
             const float scale = __shfl_sync(kAll, of_row, g);
 #pragma unroll 1
-            for (int k_block = share.part; k_block < share.k_blocks; k_block += XColumns::kAtOnce * share.parts) {
-                if (!fetched) columns.fetch(args, share, row, k_block);
+            for (int k_block = work.k_warp; k_block < work.k_blocks; k_block += XColumns::kAtOnce * work.k_warps) {
+                if (!fetched) columns.fetch(args, work, row, k_block);
                 fetched = false;
-                columns.store(args, share, g, k_block, x_start + k_block * kXBytes, scale);
+                columns.store(args, work, g, k_block, x_start + k_block * kXBytes, scale);
             }
         }
         __syncwarp();
@@ -442,7 +442,7 @@ struct Warp {
 
     // kChannel: a tile's sums times the scales. They are rounded before biases are added, as in w8a8_f16.cuh.
     __device__ __forceinline__ void scale_tile(float (&sums)[4], float scales, int tile) const {
-        const float2 of_x = x_scales(x_start + share.part * kXBytes);
+        const float2 of_x = x_scales(x_start + work.k_warp * kXBytes);
         float by[2] = {of_x.x, of_x.y};
         const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
         const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
@@ -455,10 +455,10 @@ struct Warp {
 
     // Ordered: adds the sums of a round's blocks, of which `first` is the first, for a tile.
     __device__ __forceinline__ void add_round(float (&sum)[4], uint32_t exchange, int tile, int first) const {
-        const int warp_of_first = warp - share.part;
+        const int warp_of_first = warp - work.k_warp;
         add_blocks<SCALES>(sum, exchange + warp_of_first * 1024 + tile * 512 + lane * 16,
                            exchange + kSumsBytes + warp_of_first * 64 + lane % 4 * 16,
-                           min(share.parts, share.k_blocks - first));
+                           min(work.k_warps, work.k_blocks - first));
     }
 
     // A block of each of the warps that share the unit is a round. Each warp adds its own blocks; ordered, warps
@@ -466,16 +466,16 @@ struct Warp {
     // those that read what was in it. `scales`: of weight_scales.
     __device__ __forceinline__ void multiply_unit(int of_tile, float scales, Weights& weights) {
         // Two of the warps have the sums of a tile each, from unit to unit other ones; or one has both.
-        const int own_tile = (share.part - 2 * turn++) & (share.parts - 1);
+        const int own_tile = (work.k_warp - 2 * turn++) & (work.k_warps - 1);
         const uint32_t to = warp * 1024 + lane * 16;
         float acc[2][4] = {}, sum[4] = {};
         int i_block = 0, first = 0;
         uint32_t exchange;
 #pragma unroll 1
-        for (;; first += share.parts, ++i_block) {
+        for (;; first += work.k_warps, ++i_block) {
             exchange = exchanges + buffer * kExchange;
-            const int k_block = first + share.part;
-            if (k_block < share.k_blocks) {
+            const int k_block = first + work.k_warp;
+            if (k_block < work.k_blocks) {
                 const uint32_t x_block = x_start + k_block * kXBytes;
                 float by[4];
                 if constexpr (SCALES == kBlock128) {
@@ -504,7 +504,7 @@ struct Warp {
                 }
             }
             if (ORDERED) meet();
-            if (first + share.parts >= share.k_blocks) break;
+            if (first + work.k_warps >= work.k_blocks) break;
             if (ORDERED && own_tile < 2) add_round(sum, exchange, own_tile, first);
             if (ORDERED) buffer ^= 1;
         }
@@ -518,15 +518,15 @@ struct Warp {
         }
         buffer ^= 1;
 #pragma unroll 1
-        for (int tile = own_tile; tile < 2; tile += share.parts) {
+        for (int tile = own_tile; tile < 2; tile += work.k_warps) {
             if constexpr (ORDERED) {
                 add_round(sum, exchange, tile, first);
                 if (SCALES == kChannel) scale_tile(sum, scales, tile);
             } else {
 #pragma unroll
                 for (int i = 0; i < kWarps; ++i) {
-                    if (i >= share.parts) break;
-                    const float4 more = ld_shared_f4(exchange + to + (i - share.part) * 1024 + tile * 512);
+                    if (i >= work.k_warps) break;
+                    const float4 more = ld_shared_f4(exchange + to + (i - work.k_warp) * 1024 + tile * 512);
                     sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
                 }
             }
@@ -539,20 +539,20 @@ struct Warp {
     }
 
     __device__ __forceinline__ void run() {
-        float next_scales = weight_scales<SCALES, PART>(args, tiles, share, share.begin);
-        if (PART != kDown && share.begin < share.end) {
-            now = share.begin / share.units, x = tiles[now];
-            columns.fetch(args, share, warp_uniform(x.row), share.part);
+        float next_scales = weight_scales<SCALES, PART>(args, tiles, work, work.begin);
+        if (PART != kDown && work.begin < work.end) {
+            now = work.begin / work.units, x = tiles[now];
+            columns.fetch(args, work, warp_uniform(x.row), work.k_warp);
         }
-        Weights weights(args, tiles, share);
+        Weights weights(args, tiles, work);
         for (int i = 0; i < args.stages; ++i) weights.copy(stages + i * kBlockBytes, full + 8 * i);
         begin_x<PART>();
-        for (int unit = share.begin; unit < share.end; unit += share.groups) {
-            const int index = unit / share.units;
+        for (int unit = work.begin; unit < work.end; unit += work.groups) {
+            const int index = unit / work.units;
             if (index != now || fetched) round_x(index);
             const float scales = next_scales;
-            next_scales = weight_scales<SCALES, PART>(args, tiles, share, unit + share.groups);
-            multiply_unit(unit - index * share.units, scales, weights);
+            next_scales = weight_scales<SCALES, PART>(args, tiles, work, unit + work.groups);
+            multiply_unit(unit - index * work.units, scales, weights);
         }
     }
 };
