@@ -6,7 +6,7 @@ Only experts that receive tokens are dequantized.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -20,7 +20,7 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
-from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.activations import Activation
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from polymoe.problem.verdict import Accepted, Verdict
@@ -36,7 +36,7 @@ _DEQUANTIZED_BYTES = 24
 
 _HANDLES: Handled = {
     **SHARDS,
-    "activation": (SwiGLU, GeGLU, ReLU2),
+    "activation": get_args(Activation),
     "weight_on": ("output", "input"),
     "dtype": ("bf16", "fp16", "fp32"),
     "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from polymoe.common.units import format_bytes
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.activations import Activation
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _FREE_SHARE = 0.9
 
 _HANDLES: Handled = {
     **SHARDS,
-    "activation": (SwiGLU, GeGLU, ReLU2),
+    "activation": get_args(Activation),
     "weight_on": ("output", "input"),
     "dtype": ("bf16", "fp16", "fp32"),
     "scales": ANY,
