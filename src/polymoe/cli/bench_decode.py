@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polymoe.cli.options import (
-    Checkpoint,
+    CheckpointName,
     Computing,
     QuantizedExperts,
     RecordOutput,
@@ -80,7 +80,7 @@ class _Computing(QuantizedExperts, Computing):
     )
 
 
-def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output: RecordOutput) -> None:
+def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, output: RecordOutput) -> None:
     """Compare and time decode steps and a prefill of a model in Transformers: packed by polymoe, dequantized, and
     packed by Transformers itself.
 
@@ -190,10 +190,10 @@ def _lengths(checkpoint: str, prompt_len: int | None, steps: int, prefill_len: i
         ArgumentError: if they do not fit into it; before minutes of loading.
     """
     from polymoe.bench.decode import COMPARED
-    from polymoe.checkpoint import Checkpoint as Opened
+    from polymoe.checkpoint import Checkpoint
     from polymoe.checkpoint.kv_cache import kv_cache
 
-    with Opened.open(checkpoint) as opened:
+    with Checkpoint.open(checkpoint) as opened:
         kv = kv_cache(opened.config)
     context = kv.max_tokens if kv is not None and kv.max_tokens is not None else 1 << 40
     room, expected = context - max(steps, COMPARED), f"at most {context}, the model's context"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import Checkpoint, Placement, Sampling, option, require_checkpoint
+from polymoe.cli.options import CheckpointName, Placement, Sampling, option, require_checkpoint
 from polymoe.cli.output import say, speed_line, terminal_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Output:
     json: bool = option(False, "Print each reply as one line of JSON on stdout.", "--json")
 
 
-def command(checkpoint: Checkpoint, replies: _Replies, placement: Placement, output: _Output) -> None:
+def command(checkpoint: CheckpointName, replies: _Replies, placement: Placement, output: _Output) -> None:
     """Chat with a checkpoint: replies are streamed, and the model sees the conversation so far.
 
     Answers go to stdout, reasoning to stderr. Without a terminal each line of stdin is a message.

@@ -3,7 +3,7 @@
 A group is a frozen dataclass; the first line of its docstring is its heading in the help. A command's function takes
 groups like any other argument::
 
-    def command(checkpoint: Checkpoint, placement: Placement, output: Output) -> None: ...
+    def command(checkpoint: CheckpointName, placement: Placement, output: Output) -> None: ...
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def require_checkpoint(name: str) -> None:
     require_name(name)
 
 
-Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
+CheckpointName = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
 """The argument of commands that read weights."""
 RoleName = Literal["mixed", "decode", "prefill"]
 """Workers that prefill, decode or do both."""
@@ -420,13 +420,13 @@ class MeasuredLayer(Invariance):
             ranks: sizes of parallel groups, None for 1.
         """
         from polymoe.bench.cases import Workload, case_named
-        from polymoe.checkpoint import Checkpoint as Opened
+        from polymoe.checkpoint import Checkpoint
 
         if self.case is not None:
             case = case_named(self.case).changed(**changes)
             found = Workload.of_case(case, device, self.format, self.activations)
         else:
-            opened = Opened.open(self.checkpoint or "")
+            opened = Checkpoint.open(self.checkpoint or "")
             sizes = {name: size or 1 for name, size in ranks.items()}
             found = Workload.of_checkpoint(opened, self.layer, device, self.activations, **sizes)
         return found.batch_invariant() if self.batch_invariant else found

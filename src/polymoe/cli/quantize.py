@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polymoe.cli.options import Checkpoint, ExpertsFormat, OnDevice, Output, option, require_checkpoint
+from polymoe.cli.options import CheckpointName, ExpertsFormat, OnDevice, Output, option, require_checkpoint
 from polymoe.cli.output import cells, measured_on, print_json, print_table, say
 from polymoe.errors import PolymoeError
 
@@ -32,7 +32,7 @@ class _Written:
     )  # fmt: skip
 
 
-def command(checkpoint: Checkpoint, written: _Written, place: OnDevice, output: Output) -> None:
+def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, output: Output) -> None:
     """Write a checkpoint with its experts in another format. All other tensors and files are copied unchanged.
 
     A run that was killed continues. report.json in the new directory has the error of each layer and projection.

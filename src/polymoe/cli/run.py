@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Output, Placement, RecordedRouting, option, require_checkpoint
+from polymoe.cli.options import CheckpointName, Output, Placement, RecordedRouting, option, require_checkpoint
 from polymoe.cli.output import print_json, say, speed_line, terminal_text
 from polymoe.errors import ArgumentError
 
@@ -43,7 +43,7 @@ class _Output(RecordedRouting, Output):
 
 
 def command(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointName,
     prompt: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts to answer. Default: the lines of stdin.", show_default=False),
@@ -81,9 +81,9 @@ def command(
 
 
 def _from_stdin(checkpoint: str) -> list[str]:
-    from polymoe.checkpoint import Checkpoint as Opened
+    from polymoe.checkpoint import Checkpoint
 
-    Opened.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
+    Checkpoint.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
     if sys.stdin.isatty():
         say("reading prompts from the terminal, one per line, until Ctrl-D (polymoe chat is a dialogue)")
     return [line.rstrip("\n") for line in sys.stdin if line.strip()]

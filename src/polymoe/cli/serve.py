@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
+from polymoe.cli.options import CheckpointName, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
 
 
@@ -69,7 +69,7 @@ class _Logs(RecordedRouting):
 
 
 def command(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointName,
     address: _Address,
     sampling: Sampling,
     limits: _Limits,

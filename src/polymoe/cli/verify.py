@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polymoe.cli.options import Checkpoint, OnDevice, OneBackend, Output, option, require_checkpoint, token_counts
+from polymoe.cli.options import CheckpointName, OnDevice, OneBackend, Output, option, require_checkpoint, token_counts
 from polymoe.cli.output import cells, console, print_json, print_table, status
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_ranges
@@ -47,7 +47,7 @@ class _Output(Output):
     )
 
 
-def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, output: _Output) -> None:
+def command(checkpoint: CheckpointName, checks: _Checks, computing: _Computing, output: _Output) -> None:
     """Check a checkpoint's experts: read each one with independent code, pack and unpack it byte for byte, and measure
     every backend's error and time. Backends are compared with a float64 oracle of the independent reading, or with
     the reference if inputs are quantized.
