@@ -177,12 +177,6 @@ def test_the_newest_changes_are_those_of_this_version() -> None:
     assert first.rstrip(",") == polymoe.__version__
 
 
-def test_every_extra_is_explained() -> None:
-    text = (ROOT / "docs/install.md").read_text(encoding="utf-8")
-    assert [extra for extra in EXTRAS if f"`{extra}`" not in text] == []
-    assert "docs" in EXTRAS
-
-
 def test_versions_of_python() -> None:
     """Classifiers name each version from the oldest that is accepted."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -149,10 +149,3 @@ def test_runs_of_lm_eval_are_compared_by_question(
     few = samples(tmp_path / "few.jsonl", "1" * 29)
     with pytest.raises(SystemExit, match="at least 30 questions that both runs answered, got 29"):
         compared(capsys, monkeypatch, b, few)
-
-
-def test_each_has_a_row_in_the_table_and_a_test() -> None:
-    programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert set(re.findall(r"^\| \[(\S+)\]", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)) == programs
-    tested = Path(__file__).read_text(encoding="utf-8")
-    assert [name for name in programs if f'"{name}"' not in tested] == []

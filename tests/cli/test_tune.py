@@ -108,12 +108,8 @@ def test_a_shipped_or_tuned_gpu_is_explained_anywhere(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--case", "deepseek-v4-flsh"), "did you mean 'deepseek-v4-flash'"),
-        ((*SMALL, "--backends", "tritn"), "known: "),
-        ((*SMALL, "--tokens", "0"), "numbers such as"),
         ((*SMALL, "--memory", "0.01", "--tokens", "100000"), "--memory: expected at least"),
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
-        (("--case", "kimi-k2", "--device", "h200"), "expected auto, cpu, cuda or cuda:N"),
     ],
 )
 def test_refusals(cli: Cli, args: tuple[object, ...], message: str) -> None:
@@ -125,7 +121,7 @@ def test_refusals(cli: Cli, args: tuple[object, ...], message: str) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [(), ("--case", "kimi-k2", "--checkpoint", SUMS), ("--case", "kimi-k2", "--tp", 2), (*SMALL, "--seconds", 0)],
+    [(), ("--case", "kimi-k2", "--checkpoint", SUMS), ("--case", "kimi-k2", "--tp", 2)],
 )
 def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
     assert cli("tune", *args)[:2] == (2, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ from polymoe.errors import ArgumentError
 from polymoe.explanation.models import models
 
 INT4 = "Qwen/Qwen3-30B-A3B-GPTQ-Int4"
+all_models = cache(models)
+
+
+@pytest.fixture
+def int4_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models take seconds."""
+    monkeypatch.setattr("polymoe.explanation.models.known_models", lambda: {INT4: known_models()[INT4]})
 
 
 def test_every_known_model_is_there_and_what_fits_comes_first() -> None:
-    found = models("rtx4090", context=8192)
+    found = all_models("rtx4090", 8192)
     assert sorted(one.name for one in found) == sorted(known_models())
     fits = [one.fits for one in found]
     assert fits == sorted(fits, reverse=True)
@@ -27,10 +35,11 @@ def test_every_known_model_is_there_and_what_fits_comes_first() -> None:
     assert gpus == sorted(gpus)
 
 
+@pytest.mark.usefixtures("int4_alone")
 def test_by_hand() -> None:
     """INT4 in groups of 128: 4.125 bits for each of 48 layers of 128 experts of three 2048 x 768 matrices, 8 of which a
     token reads; 2.87 GiB of other weights in 16 bits, less 593.5 MiB of embeddings; 96 KiB of cache for a token."""
-    (one,) = (one for one in models("rtx4090") if one.name == INT4)
+    (one,) = models("rtx4090")
     expert = 3 * 2048 * 768 * (4 + 16 / 128) / 8
     dense, unread = 3_082_186_752, 151_936 * 2048 * 2
     assert one.explanation.weight_bytes == 48 * 128 * expert + dense
@@ -44,9 +53,10 @@ def test_by_hand() -> None:
     assert (one.backends, one.proof) == (("triton",), "unrun")
 
 
+@pytest.mark.usefixtures("int4_alone")
 def test_context_that_has_no_room() -> None:
-    assert [one.fits for one in models("rtx4090", 8192) if one.name == INT4] == [True]
-    assert [(one.fits, one.gpus) for one in models("rtx4090", 100_000) if one.name == INT4] == [(False, 1)]
+    found = [one for context in (8192, 100_000) for one in models("rtx4090", context)]
+    assert [(one.fits, one.gpus) for one in found] == [(True, 1), (False, 1)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +68,8 @@ def test_bad_input(device: str, context: int, said: str) -> None:
         models(device, context)
 
 
-def test_the_command(cli: Any) -> None:
+def test_the_command(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polymoe.explanation.models.models", all_models)
     code, out, _ = cli("models", "--device", "rtx4090")
     assert code == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]

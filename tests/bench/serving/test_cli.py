@@ -109,46 +109,11 @@ def test_failures_are_said_and_only_a_row_without_answers_exits_with_1(bench: Cl
     assert (code, json.loads(stdout)[0]["refused"]) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--server", "nowhere"), "--server: expected a URL such as"),
-        (("--batch-size", "2.5"), "--batch-size: expected numbers"),
-        (("--input-len", "nan"), "--input-len: expected numbers"),
-        (("--extra-body", "{"), "--extra-body: expected a JSON object"),
-    ],
-)
-def test_refusals_come_before_any_request(bench: Cli, standin: Standin, args: tuple[object, ...], message: str) -> None:
-    code, stdout, stderr = bench(*args)
-    assert (code, stdout, standin.asked) == (2, "", [])
-    assert message in stderr
-    assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--batch-size", 1, "stray"),
-        ("--batch-size",),
-    ],
-)
-def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
-    assert bench(*args)[:2] == (2, "")
-
-
 def test_without_httpx_it_says_what_to_install(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     code, stdout, stderr = bench()
     assert (code, stdout) == (1, "")
     assert "pip install -e '.[bench]'" in stderr
-
-
-def test_a_server_is_needed_and_the_bench_of_kernels_is_as_it_was(cli: Cli) -> None:
-    assert cli("bench", "serve")[:2] == (2, "")
-    code, stdout, _ = cli("bench", "--case", "gpt-oss-20b", "--experts", 2, "--hidden", 64, "--intermediate", 32,
-                          "--tokens", 1, "--device", "cpu", "--backend", "reference")  # fmt: skip
-    assert code == 0
-    assert "gpt-oss-20b[H=64, F=32, E=2]" in stdout
 
 
 def test_ctrl_c_keeps_the_rows_that_are_finished(standin: Standin, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,17 @@ def test_what_was_not_loaded_is_named(make: Make) -> None:
         load(make(), without=("w13_weight_scale_inv", "w3", 3))
 
 
+BATCH, IDLE = (SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda idle=idle: idle)) for idle in (False, True))
+
+
+def runner_of(model: Any = None) -> Any:
+    """What runs batches."""
+    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
+    if model is not None:
+        runner.model = model
+    return runner
+
+
 def packed_addresses(layer: Any) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in layer.named_parameters() if name.startswith("packed_")}
 
@@ -261,38 +273,31 @@ def test_an_updated_layer_has_the_new_weights_at_the_old_addresses(make: Make) -
 
 
 def test_no_batch_runs_on_half_updated_weights(make: Make) -> None:
-    import sys
-
     layer = make()
-    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
-    idle = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: True))
+    runner = runner_of()
     load(layer)
     first = output(layer, *call())
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
     with pytest.raises(CheckpointError, match=r"w13_weight_scale_inv: expected all experts.*got 9 of 10 parts"):
         load(layer, without=("w13_weight_scale_inv", "w3", 3))
     with pytest.raises(UnsupportedProblem, match=r"model.layers.1.mlp.experts: .* of w13_weight_scale_inv"):
-        runner.forward(batch)
-    assert runner.forward(idle) == "ran"  # what a rank without requests does while weights arrive
+        runner.forward(BATCH)
+    assert runner.forward(IDLE) == "ran"  # what a rank without requests does while weights arrive
     assert torch.equal(output(layer, *call()), first)  # the layer itself is whole
     parameter = dict(layer.named_parameters())["w13_weight_scale_inv"]
     part = tensors()["w13_weight_scale_inv"][3].chunk(2)[1]
     parameter.weight_loader(parameter, part, "experts.w13_weight_scale_inv", shard_id="w3", expert_id=3)
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
     assert torch.equal(output(layer, *call()), first)
     with pytest.raises(CheckpointError):
         load(layer, without=("w2_weight", "w2", 4))
     load(layer)  # all of it once more
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
 
 
 def test_an_update_that_cannot_be_packed_leaves_the_layer_and_must_come_again(make: Make) -> None:
-    import sys
-
     layer = make()
-    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    runner = runner_of()
     load(layer)
     first = output(layer, *call())
     scales = tensors()["w2_weight_scale_inv"].clone()
@@ -301,12 +306,12 @@ def test_an_update_that_cannot_be_packed_leaves_the_layer_and_must_come_again(ma
         load_parts(layer, {**tensors(), "w2_weight_scale_inv": scales})
     assert torch.equal(output(layer, *call()), first)
     with pytest.raises(UnsupportedProblem, match="after an error, start SGLang again"):
-        runner.forward(batch)
+        runner.forward(BATCH)
     load_parts(layer, {"w2_weight": tensors()["w2_weight"]})
     with pytest.raises(UnsupportedProblem, match="none, or not all parts, of w13_weight"):
-        runner.forward(batch)
+        runner.forward(BATCH)
     load_parts(layer, {name: t for name, t in tensors().items() if name != "w2_weight"})
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
 
 
 def plain_weights(seed: int) -> dict[tuple[int, str], Tensor]:
@@ -385,89 +390,74 @@ def test_new_weights_with_biases_are_quantized_or_loaded_as_they_come(make: Make
 
 def test_no_batch_runs_on_half_of_the_new_weights(make: Make) -> None:
     """Of two layers; the other one was not sent at all."""
-    import sys
-
     layers = torch.nn.ModuleList([make(1), make(2)])
     for layer in layers:
         load(layer)
-    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
-    runner.model = layers
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    runner = runner_of(layers)
     weights = plain_weights(6)
     send(layers[0], {(0, "w1"): weights[0, "w1"]})
     with pytest.raises(CheckpointError, match="expected each tensor once in an update, got a second one"):
         send(layers[0], {(0, "w1"): weights[0, "w1"]})
     with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none, or an update that failed"):
-        runner.forward(batch)
+        runner.forward(BATCH)
     send(layers[0], dict(list(weights.items())[:-1]))
     with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none for up of expert 4"):
-        runner.forward(batch)
+        runner.forward(BATCH)
     send(layers[0], dict(list(weights.items())[-1:]))
     with pytest.raises(UnsupportedProblem, match=r"layers.2.mlp.experts: expected new weights of all layers"):
-        runner.forward(batch)
+        runner.forward(BATCH)
     broken = weights[1, "w2"].clone()
     broken[3, 4] = float("nan")
     with pytest.raises(FormatError, match="w2_weight w2 of expert 1: expected finite numbers"):
         send(layers[1], {**weights, (1, "w2"): broken})
     send(layers[1], weights)
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
     send(layers[0], weights)
     with pytest.raises(FormatError):
         send(layers[1], {**weights, (1, "w2"): broken})
     for layer in layers:  # all of it once more
         send(layer, weights)
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
     for layer in layers:
         send(layer, weights)
     send(layers[1], weights)  # of the next update, before a batch has run
     with pytest.raises(UnsupportedProblem, match=r"layers.1.mlp.experts: .*got none, or an update that failed"):
-        runner.forward(batch)
+        runner.forward(BATCH)
 
 
 def test_a_model_with_layers_in_16_bits_gets_new_weights(make: Make) -> None:
     """They are loaded as the checkpoint stores them, whatever the trainer sends."""
-    import sys
-
     layers = torch.nn.ModuleList([make(1), make(2)])
     for layer in layers:
         load(layer)
-    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
-    runner.model = layers
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    runner = runner_of(layers)
     for seed in (5, 6):
         load(layers[0])
         send(layers[1], plain_weights(seed))
-        assert runner.forward(batch) == "ran"
+        assert runner.forward(BATCH) == "ran"
     load(layers[0])
-    assert runner.forward(batch) == "ran"  # an update of one layer, as the checkpoint stores it
+    assert runner.forward(BATCH) == "ran"  # an update of one layer, as the checkpoint stores it
     send(layers[1], plain_weights(7))
     load(layers[0])
-    assert runner.forward(batch) == "ran"
+    assert runner.forward(BATCH) == "ran"
 
 
 def test_a_draft_model_waits_for_its_own_new_weights(make: Make) -> None:
-    import sys
-
     target, drafter = torch.nn.ModuleList([make(1)]), torch.nn.ModuleList([make(2)])
-    runners = []
     for model in (target, drafter):
         load(model[0])
-        runners.append(sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner())
-        runners[-1].model = model
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    runners = [runner_of(model) for model in (target, drafter)]
     weights = plain_weights(6)
     send(drafter[0], dict(list(weights.items())[:-1]))
     send(target[0], weights)
-    assert runners[0].forward(batch) == "ran"
+    assert runners[0].forward(BATCH) == "ran"
     with pytest.raises(UnsupportedProblem, match=r"layers.2.mlp.experts: .*got none for up of expert 4"):
-        runners[1].forward(batch)
+        runners[1].forward(BATCH)
     send(drafter[0], dict(list(weights.items())[-1:]))
-    assert runners[1].forward(batch) == "ran"
+    assert runners[1].forward(BATCH) == "ran"
 
 
 def test_tensors_without_loaders_are_not_copied(make: Make) -> None:
-    import sys
-
     from polymoe.engines.sglang.plugin import NO_DIRECT
 
     make()
@@ -480,15 +470,9 @@ def test_a_server_that_started_with_dummy_weights_is_updated(server: ServerArgs,
     server.load_format = "dummy"
     layer = make()
     layer.quant_method.process_weights_after_loading(layer)
+    assert torch.isfinite(output(layer, *call())).all()
     load_parts(layer, tensors())
     assert torch.equal(output(layer, *call()), expected(*call()))
-
-
-def test_dummy_weights_need_no_checkpoint(server: ServerArgs, make: Make) -> None:
-    server.load_format = "dummy"
-    layer = make()
-    layer.quant_method.process_weights_after_loading(layer)
-    assert torch.isfinite(output(layer, *call())).all()
 
 
 def test_dummy_weights_are_made_on_the_device_of_the_model(
@@ -597,8 +581,6 @@ def test_routing_gives_ids_to_layers_that_polymoe_runs(make: Make, variables: py
     variables.setenv("POLYMOE_LAYERS", "1")
     make(1)
     make(2)
-    import sys
-
     topk = sys.modules["sglang.srt.layers.moe.topk"].TopK
     found = [topk(number).forward_cuda(torch.ones(1), torch.ones(1)) for number in (1, 2)]
     assert found == [TopKOutputFormat.STANDARD, TopKOutputFormat.TRITON_KERNEL]
@@ -658,15 +640,20 @@ def test_an_sglang_that_lacks_a_name_keeps_all_layers(
         assert caplog.records[0].getMessage().endswith(f"stands aside for all layers: {said}")
 
 
-@pytest.mark.parametrize(("mode", "role"), [("null", "mixed"), ("prefill", "prefill"), ("decode", "decode")])
+@pytest.mark.parametrize(
+    ("mode", "users", "role"),
+    [
+        ("null", None, "mixed"),
+        ("prefill", None, "prefill"),
+        ("decode", None, "decode"),
+        ("decode", "prefill", "prefill"),
+    ],
+)
 def test_workers_of_a_disaggregated_deployment_have_a_role(
-    server: ServerArgs, make: Make, mode: str, role: str
+    server: ServerArgs, make: Make, variables: pytest.MonkeyPatch, mode: str, users: str | None, role: str
 ) -> None:
+    """Unless the user names one."""
     server.disaggregation_mode = mode
+    if users:
+        variables.setenv("POLYMOE_ROLE", users)
     assert make().quant_method.plan.selection.role == role
-
-
-def test_the_users_role_comes_before_sglangs(server: ServerArgs, make: Make, variables: pytest.MonkeyPatch) -> None:
-    server.disaggregation_mode = "decode"
-    variables.setenv("POLYMOE_ROLE", "prefill")
-    assert make().quant_method.plan.selection.role == "prefill"

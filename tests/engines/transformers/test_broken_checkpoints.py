@@ -91,6 +91,9 @@ BROKEN: dict[str, tuple[Change, str]] = {
         f"{INDEX}: {NORM}: expected a file inside",
     ),
     "index without a tensor": (json_file(INDEX, lambda found: found["weight_map"].pop(NORM)), f"none for {NORM}"),
+    "shard that is missing": (
+        lambda path: (path / "model-00002-of-00002.safetensors").unlink(), "model-00002-of-00002.safetensors"
+    ),
     # Configs.
     "heads as text": (config(num_attention_heads="6"), "config.json: num_attention_heads: expected an integer"),
     "heads that are none": (config(num_attention_heads=0), "config.json: num_attention_heads: expected an integer"),
