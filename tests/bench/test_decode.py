@@ -174,18 +174,32 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert [f["implementation"] for f in json.loads(stdout)["not_measured"]] == ["grouped_mm", "batched_mm"]
 
 
-def test_what_transformers_cannot_run_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("step", "contender", "said", "left"),
+    [
+        ("decode", "dequantized", "dequantized, grouped_mm, decode", "prefill of 20 tokens"),
+        (
+            "prefill",
+            "packed",
+            "packed, torch, prefill",
+            "decode at batch 1, tokens/s, polymoe over the fastest dequant",
+        ),
+    ],
+)
+def test_what_cannot_run_is_said_and_leaves_the_rest(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, step: str, contender: str, said: str, left: str
+) -> None:
     def fail(self: Any, model: Any, experts: str, *args: Any) -> Any:
-        if experts == "dequantized":
+        if experts == contender:
             raise torch.OutOfMemoryError("CUDA out of memory\nmore")
         return kept(self, model, experts, *args)
 
-    kept = decode.ModelBench.decode
-    monkeypatch.setattr(decode.ModelBench, "decode", fail)
+    kept = getattr(decode.ModelBench, step)
+    monkeypatch.setattr(decode.ModelBench, step, fail)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 1, "--implementations", "grouped_mm")
     assert code == 0
-    assert "not measured: dequantized, grouped_mm, decode, batch 1: CUDA out of memory" in stderr
-    assert "prefill of 20 tokens" in stdout
+    assert f"not measured: {said}, batch 1: CUDA out of memory" in stderr
+    assert left in stdout
 
 
 def test_what_transformers_packs_is_measured_and_compared(cli: Cli, stand_in_kernels: Any, tmp_path: Path) -> None:
@@ -256,20 +270,6 @@ def test_steps_that_do_not_compile_are_tried_in_parts_and_plain(monkeypatch: pyt
 def test_why_transformers_does_not_keep_experts_packed(model: str, reason: str) -> None:
     with pytest.raises(UnsupportedProblem, match=reason):
         load_transformers_packed(MODELS / model, device=torch.device("cpu"))
-
-
-def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, model: Any, experts: str, *args: Any) -> Any:
-        if experts == "packed":
-            raise RuntimeError("no such kernel")
-        return kept(self, model, experts, *args)
-
-    kept = decode.ModelBench.prefill
-    monkeypatch.setattr(decode.ModelBench, "prefill", fail)
-    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 1, "--implementations", "grouped_mm")
-    assert code == 0
-    assert "not measured: packed, torch, prefill, batch 1: no such kernel" in stderr
-    assert "decode at batch 1, tokens/s, polymoe over the fastest dequantized" in stdout
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from dataclasses import replace
@@ -173,27 +174,13 @@ def test_problem_of_the_checkpoint(sums: FusedExperts) -> None:
     assert "mxfp4, H=192 F=192 E=8" in repr(sums)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 6])
-def test_tensor_parallel_ranks_add_up(sums: FusedExperts, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (3, 1), (6, 1), (1, 2), (1, 3), (1, 8), (2, 2)])
+def test_parallel_ranks_add_up(sums: FusedExperts, tp: int, ep: int) -> None:
     x, routing = random_call(9, 192, 8)
-    parts = [load_experts(SUMS, layer=1, device="cpu", tp=(rank, tp))(x, *routing) for rank in range(tp)]
-    assert relative_error(torch.stack(parts).sum(0), sums(x, *routing)) < 1e-6
-
-
-@pytest.mark.parametrize("ep", [2, 3, 8])
-def test_expert_parallel_ranks_add_up(sums: FusedExperts, ep: int) -> None:
-    x, routing = random_call(9, 192, 8)
-    parts = [load_experts(SUMS, layer=1, device="cpu", ep=(rank, ep)) for rank in range(ep)]
-    assert sum(p.problem.spec.local_experts for p in parts) == 8
+    ranks = itertools.product(range(tp), range(ep))
+    parts = [load_experts(SUMS, layer=1, device="cpu", tp=(t, tp), ep=(e, ep)) for t, e in ranks]
+    assert sum(p.problem.spec.local_experts for p in parts) == 8 * tp
     assert relative_error(torch.stack([p(x, *routing) for p in parts]).sum(0), sums(x, *routing)) < 1e-6
-
-
-def test_tensor_and_expert_parallel_together(sums: FusedExperts) -> None:
-    x, routing = random_call(4, 192, 8)
-    parts = [
-        load_experts(SUMS, layer=1, device="cpu", tp=(t, 2), ep=(e, 2))(x, *routing) for t in range(2) for e in range(2)
-    ]
-    assert relative_error(torch.stack(parts).sum(0), sums(x, *routing)) < 1e-6
 
 
 def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:

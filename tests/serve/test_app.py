@@ -145,16 +145,14 @@ def test_reasoning_and_tool_calls_are_parsed_as_transformers_does(server: Runnin
     assert said(server, "700+509=", chat=True, stream=True)[0] == "1209"
 
 
-def test_reasoning_effort_reaches_the_chat_template(server: Running, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ 1 if reasoning_effort == 'high' else 2 }}+1=")
-    assert said(server, chat=True, stream=False, reasoning_effort="high")[0] == "2"
-    assert said(server, chat=True, stream=False)[0] == "3"
-
-
-def test_tools_are_left_out_when_none_may_be_called(server: Running, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ 1 if tools else 2 }}+1=")
-    assert said(server, chat=True, stream=False, tools=TOOLS)[0] == "2"
-    assert said(server, chat=True, stream=False, tools=TOOLS, tool_choice="none")[0] == "3"
+def test_fields_of_the_chat_template(server: Running, monkeypatch: Any) -> None:
+    for of_the_template, given, others in (
+        ("reasoning_effort == 'high'", {"reasoning_effort": "high"}, {}),
+        ("tools", {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}),
+    ):
+        monkeypatch.setattr(server.tokenizer, "chat_template", f"{{{{ 1 if {of_the_template} else 2 }}}}+1=")
+        assert said(server, chat=True, stream=False, **given)[0] == "2"
+        assert said(server, chat=True, stream=False, **others)[0] == "3"
 
 
 def test_what_the_chat_template_refuses_is_said(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,7 @@ def server() -> Iterator[Running]:
 
 def head(length: int) -> bytes:
     """The head of a request whose body has ``length`` bytes."""
-    lines = ("POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {KEY}", f"content-length: {length}")
-    return "\r\n".join([*lines, "content-type: application/json", "", ""]).encode()
+    return raw_request(headers=(*HEADERS, b"content-length: %d" % length), body=b"")
 
 
 def in_flight(server: Running) -> tuple[int, int]:
@@ -49,12 +48,8 @@ def in_flight(server: Running) -> tuple[int, int]:
 @contextlib.contextmanager
 def client(server: Running, body: dict[str, Any]) -> Iterator[socket.socket]:
     """A connection on which a request has been sent; closed at the end of the block."""
-    content = json.dumps({"model": "sums", **body}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
-    )
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        connection.sendall(raw_request(body=json.dumps({"model": "sums", **body}).encode()))
         yield connection
 
 

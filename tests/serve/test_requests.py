@@ -26,32 +26,49 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Running, length: in
     assert client.completions.create(model="sums", prompt="1" * (CONTEXT - 1)).choices
 
 
+COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "empty"),
+    ({}, "prompt must be a string"),
+    ({"prompt": ["1+2=", ""]}, "empty"),
+    ({"prompt": ["1+2=", [1]]}, "prompt must be a string"),
+    ({"prompt": [1, 16]}, "tokens from 0 to 15"),
+    ({"prompt": ["1+2="] * 65, "n": 2}, "n must be at most 1 with 65 prompts"),
+    ({"prompt": "1+2=", "min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, which is 4"),
+    ({"prompt": "1+2=", "min_tokens": CONTEXT + 1}, "min_tokens is 257"),
+    ({"prompt": "1+2=", "stop_token_ids": [16]}, "tokens from 0 to 15"),
+    ({"prompt": "1+2=", "max_tokens": CONTEXT + 1}, "has at most 256 tokens"),
+    ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
+    ({"prompt": "1+2=", "max_tokens": 10**40}, "too large"),
+    ({"prompt": "1+2=", "temprature": 1}, "unknown parameter: 'temprature'"),
+    ({"prompt": "1+2=", "temperature": 1e-40}, "temperature"),
+    ({"prompt": "1+2=", "temperature": float("nan")}, "NaN is not JSON"),
+    ({"prompt": "\ud800"}, "Unicode"),
+    ({"prompt": "1+2=", "logit_bias": {"16": 1}}, "tokens from 0 to 15"),
+    ({"prompt": "1+2=", "stream_options": {"include_usage": True}}, "unless stream is true"),
+]
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": user("1+2"), "max_completion_tokens": 5000}, "max_completion_tokens is 5000"),
+    ({"messages": user("1+2"), "max_completion_tokens": 5, "max_tokens": 6}, "must be the same"),
+    ({"messages": user("1+2"), "prompt": "1+2="}, "unknown parameter: 'prompt'"),
+    ({"messages": user("1+2"), "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": user("1+2"), "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    ({"messages": user("1+2"), "top_logprobs": 2}, "unless logprobs is true"),
+    ({"messages": user("1+2"), "tools": TOOLS}, "chat template does not know them"),
+    ({"messages": user("1+2"), "reasoning_effort": "high"}, "chat template does not know reasoning_effort"),
+    ({"messages": user("1+2"), "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
+    ({"messages": user("1+2"), "chat_template_kwargs": {"enable_thinking": True}}, "does not know enable_thinking"),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"prompt": ""}, "empty"),
-        ({}, "prompt must be a string"),
-        ({"prompt": ["1+2=", ""]}, "empty"),
-        ({"prompt": ["1+2=", [1]]}, "prompt must be a string"),
-        ({"prompt": [1, 16]}, "tokens from 0 to 15"),
-        ({"prompt": ["1+2="] * 65, "n": 2}, "n must be at most 1 with 65 prompts"),
-        ({"prompt": "1+2=", "min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, which is 4"),
-        ({"prompt": "1+2=", "min_tokens": CONTEXT + 1}, "min_tokens is 257"),
-        ({"prompt": "1+2=", "stop_token_ids": [16]}, "tokens from 0 to 15"),
-        ({"prompt": "1+2=", "max_tokens": CONTEXT + 1}, "has at most 256 tokens"),
-        ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
-        ({"prompt": "1+2=", "max_tokens": 10**40}, "too large"),
-        ({"prompt": "1+2=", "temprature": 1}, "unknown parameter: 'temprature'"),
-        ({"prompt": "1+2=", "temperature": 1e-40}, "temperature"),
-        ({"prompt": "1+2=", "temperature": float("nan")}, "NaN is not JSON"),
-        ({"prompt": "\ud800"}, "Unicode"),
-        ({"prompt": "1+2=", "logit_bias": {"16": 1}}, "tokens from 0 to 15"),
-        ({"prompt": "1+2=", "stream_options": {"include_usage": True}}, "unless stream is true"),
-    ],
+    ("path", "body", "says"),
+    [*(("completions", *row) for row in COMPLETIONS), *(("chat/completions", *row) for row in CHATS)],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
-def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, Any], says: str) -> None:
-    reply = server.post("/v1/completions", {"model": "sums", **body})
+def test_a_wrong_request_is_refused(server: Running, path: str, body: dict[str, Any], says: str) -> None:
+    reply = server.post(f"/v1/{path}", {"model": "sums", **body})
     assert reply.status == 400
     assert says in reply.json()["error"]["message"]
     assert reply.json()["error"]["type"] == "invalid_request_error"
@@ -71,30 +88,6 @@ def test_the_field_at_fault_is_named(server: Running) -> None:
     for field, code in (("nonsense", "unknown_parameter"), ("temperature", None)):
         error = server.post("/v1/completions", {"prompt": "1+2=", field: "x"}).json()["error"]
         assert (error["param"], error["code"]) == (field, code)
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({}, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": user("1+2"), "max_completion_tokens": 5000}, "max_completion_tokens is 5000"),
-        ({"messages": user("1+2"), "max_completion_tokens": 5, "max_tokens": 6}, "must be the same"),
-        ({"messages": user("1+2"), "prompt": "1+2="}, "unknown parameter: 'prompt'"),
-        ({"messages": user("1+2"), "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": user("1+2"), "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"messages": user("1+2"), "top_logprobs": 2}, "unless logprobs is true"),
-        ({"messages": user("1+2"), "tools": TOOLS}, "chat template does not know them"),
-        ({"messages": user("1+2"), "reasoning_effort": "high"}, "chat template does not know reasoning_effort"),
-        ({"messages": user("1+2"), "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
-        ({"messages": user("1+2"), "chat_template_kwargs": {"enable_thinking": True}}, "does not know enable_thinking"),
-    ],
-    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_chat_request_is_refused(server: Running, body: dict[str, Any], says: str) -> None:
-    reply = server.post("/v1/chat/completions", {"model": "sums", **body})
-    assert reply.status == 400
-    assert says in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]", b"[" * 10_000, b"\xff\xfe"], ids=repr)
