@@ -1,4 +1,4 @@
-"""PackedMethod: what replaces loading's end and the computation in one of SGLang's quantization methods.
+"""PackedExpertsMethod: what replaces loading's end and the computation in one of SGLang's quantization methods.
 
 SGLang's method keeps its class name, its attributes, and the part that its loader uses: ``create_weights``. SGLang
 loads the whole model before it processes any layer, so the tensors are created on the CPU. SGLang moves them to the GPU
@@ -25,13 +25,13 @@ from polymoe.engines.sglang.facts import create_tensors
 from polymoe.errors import UnsupportedProblem
 
 
-class PackedMethod(TakenOver):
+class PackedExpertsMethod(TakenOver):
     """What comes before SGLang's own functions."""
 
     # SGLang's kernels, which are not made here. Without a runner, no x arrives quantized, and SGLang gives ids.
     runner = None
 
-    unfinished: set[PackedMethod]
+    unfinished: set[PackedExpertsMethod]
     """Of all layers of the process, those whose update has begun and not ended."""
 
     again: tuple[Callable[[], Any], ...] = ()

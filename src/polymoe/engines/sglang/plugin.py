@@ -19,7 +19,7 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of, trial_tensors
 from polymoe.engines.sglang.hooks import FORWARD, INIT, SETATTR, TENSORS, TOPK
-from polymoe.engines.sglang.method import PackedMethod
+from polymoe.engines.sglang.method import PackedExpertsMethod
 from polymoe.errors import UnsupportedProblem
 
 NO_DIRECT = (
@@ -49,7 +49,7 @@ class LayerHooks(LayerChooser):
         super().__init__("SGLang", settings, log)
         self._constructed: list[tuple[Any, Asked]] = []  # the layer that is being made
         self._ours: dict[int, bool] = {}  # whether polymoe runs the layer of this number
-        self.unfinished: set[PackedMethod] = set()
+        self.unfinished: set[PackedExpertsMethod] = set()
 
     def construct(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
         """Around ``FusedMoE.__init__``."""
@@ -59,7 +59,7 @@ class LayerHooks(LayerChooser):
             original(layer, *args, **kwargs)
         finally:
             self._constructed.pop()
-        ours = isinstance(layer.quant_method, PackedMethod)
+        ours = isinstance(layer.quant_method, PackedExpertsMethod)
         if ours:
             # For backends that take ids of the whole layer, or leave the sum to the caller.
             layer.dispatcher.skip_local_expert_mapping = layer.supports_deferred_finalize = False
@@ -74,7 +74,7 @@ class LayerHooks(LayerChooser):
 
     def set_attribute(self, original: Callable[..., None], layer: Any, name: str, value: Any) -> None:
         """Around ``FusedMoE.__setattr__``: every way to choose a method ends with ``self.quant_method = ...``."""
-        if name == "quant_method" and value is not None and not isinstance(value, PackedMethod):
+        if name == "quant_method" and value is not None and not isinstance(value, PackedExpertsMethod):
             asked = next((asked for made, asked in self._constructed if made is layer), None)
             if asked is not None:
                 value = self.method(layer, value, asked)
@@ -130,7 +130,7 @@ class LayerHooks(LayerChooser):
             refusals(layer, server, self.settings),
             lambda: trial_tensors(layer, method, asked),
             lambda tensors: (method, facts_of(layer, method, server, asked, tensors), instead),
-            PackedMethod,
+            PackedExpertsMethod,
             device=torch.empty(0).device.type,  # SGLang makes models with their device as the default one
             role=role_of(server),
             load_format=str(getattr(server.load_format, "value", server.load_format)),
