@@ -25,8 +25,8 @@ ALL = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case, with other sizes (H, F, E, A) if given, and what is timed on it. Peers that are not installed get a line
-    in the log."""
+    """A case, with other sizes (H, F, E, A) if given, and what is timed on it, with at most ``most`` tokens. Peers that
+    are not installed get a line in the log."""
 
     case: str
     peers: str
@@ -35,13 +35,17 @@ class Row:
     routing: str = "uniform"
     backends: str = "cuda"
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None)
+    most: int | None = None
 
 
+_FP8 = "humming,vllm,deepgemm,finegrained"
 ROWS = {
     "kimi-k2-tp8": Row("kimi-k2-tp8", "humming,vllm"),
     "deepseek-v4-flash-int4": Row("deepseek-v4-flash", "humming,vllm", "int4_g32"),
-    "deepseek-v3-tp8": Row("deepseek-v3-tp8", "humming,vllm,deepgemm,finegrained"),
-    "deepseek-v3-ep8": Row("deepseek-v3-ep8", "humming,vllm,deepgemm,finegrained"),
+    "deepseek-v3-tp8": Row("deepseek-v3-tp8", _FP8),
+    "deepseek-v3-ep8": Row("deepseek-v3-ep8", _FP8),
+    "glm-4.5-air": Row("qwen3-235b", _FP8, "fp8_block128", sizes=(4096, 1408, 128, 8)),
+    "qwen3.5-35b": Row("qwen3-235b", f"{_FP8},monomoe", "fp8_block128", sizes=(2048, 512, 256, 8), most=8),
     "w4a8": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_group128"),
     "w4a8-rows": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_token"),
     "bf16": Row("qwen3-235b-tp4-bf16", "vllm,quack", backends="cuda,triton"),
@@ -128,7 +132,7 @@ def run_row(options: argparse.Namespace) -> None:
         while not Path(f"{options.turn}.go").exists():
             time.sleep(_POLL)
 
-    tokens = [int(t) for t in options.tokens.split(",")]
+    tokens = [t for t in map(int, options.tokens.split(",")) if row.most is None or t <= row.most]
     found = side_by_side(bench, tokens, row.backends.split(","), row.peers.split(","), say, wait_for_turn)
     for r in found:
         if r.record is not None:

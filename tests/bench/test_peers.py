@@ -170,6 +170,15 @@ def test_which_peers_take_a_case(case: str, names: set[str]) -> None:
     assert not [name for name, peer in PEERS.items() if not peer.check(rank)]
 
 
+def test_one_shape_has_a_kernel_of_its_own() -> None:
+    case = CASES["qwen3-235b"].changed(hidden=2048, intermediate=512, experts=256)
+    assert not PEERS["monomoe"].check(case.problem("fp8_block128"))
+    (reason,) = PEERS["monomoe"].check(case.changed(experts=128).problem("fp8_block128"))
+    assert str(reason) == "sizes: expects H 2048, F 512, E 256, got H 2048, F 512, E 128"
+    (reason,) = PEERS["monomoe"].check(case.changed(top_k=10).problem("fp8_block128"))
+    assert str(reason) == "experts of a token: expects at most 8, got 10"
+
+
 def test_two_global_scales_are_not_given_to_peers() -> None:
     with pytest.raises(ArgumentError, match="one global scale for gate and up"):
         Stacks.of(random_experts("nvfp4", hidden=64, intermediate=32), CPU)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from polymoe.bench.peers.base import Peer, PeerCall, Stacks, peer_problem, version_of
 from polymoe.bench.peers.finegrained import FinegrainedFp8
-from polymoe.bench.peers.flashinfer import FlashInferLayers
+from polymoe.bench.peers.flashinfer import FlashInferLayers, MonoMoe
 from polymoe.bench.peers.humming import HummingLayers
 from polymoe.bench.peers.quack import Quack
 from polymoe.bench.peers.vllm import DeepGemm, TritonKernels, Vllm
@@ -20,7 +20,7 @@ from polymoe.bench.peers.vllm import DeepGemm, TritonKernels, Vllm
 __all__ = ["PEERS", "Peer", "PeerCall", "Stacks", "peer_problem", "version_of"]
 
 _ALL: tuple[Peer, ...] = (
-    HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInferLayers(), Quack(), FinegrainedFp8(),
+    HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInferLayers(), MonoMoe(), Quack(), FinegrainedFp8(),
 )  # fmt: skip
 
 PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in _ALL})

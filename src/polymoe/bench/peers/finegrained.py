@@ -21,7 +21,9 @@ from polymoe.problem.verdict import Reason
 class FinegrainedFp8:
     """The faster one of its two functions for each number of tokens: experts as batches of rows, or one row at a time.
 
-    Transformers leaves that choice to its user (``experts_implementation``).
+    Transformers leaves that choice to its user (``experts_implementation``). Each measures dozens of configurations for
+    each number of tokens. So batches are tried from half a row an expert on, and single rows, each of which reads
+    its expert's weights, up to four rows an expert.
     """
 
     name: str = "finegrained"
@@ -42,13 +44,15 @@ class FinegrainedFp8:
         up, down = stacks.gate_up, stacks.down
         blocks = [128, 128] if problem.spec.format == "fp8_block128" else None
         scales = [p["scales"].float() if blocks else p["scales"] for p in (up, down)]
-        functions = (library.moe_fused_batched, library.moe_fused_grouped)
+        experts = problem.spec.local_experts
         fastest: dict[int, Callable[..., Tensor]] = {}
 
         def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> Tensor:
             given = (x_TH, ids_TA, weights_TA, up["codes"], down["codes"], *scales, blocks)
             tokens = len(x_TH)
             if tokens not in fastest:  # before graphs are captured: every size is called once
+                single, batches = ids_TA.numel() <= 4 * experts, 2 * ids_TA.numel() >= experts
+                functions = [library.moe_fused_batched] * single + [library.moe_fused_grouped] * batches
                 fastest[tokens] = min(functions, key=lambda f: do_bench(lambda: f(*given)))  # type: ignore
             return fastest[tokens](*given)
 
