@@ -151,12 +151,7 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
     assert f"{PARALLEL} -m not long {COVERAGE}" in output
 
 
-CHECKS = (
-    "ruff check .",
-    "ruff format --check .",
-    "clang-format --dry-run --Werror src/kernel.cu",
-    "pyright",
-)
+CHECKS = ("ruff check .", "ruff format --check .", "clang-format --dry-run --Werror src/kernel.cu", "pyright")
 
 
 SITE = "mkdocs build"

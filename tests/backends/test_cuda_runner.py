@@ -103,13 +103,7 @@ def test_arrays_of_a_call_lie_in_the_workspace_that_is_given(made: Made, config:
         call(runner, config, 7, workspace=workspace)
         begin, end = workspace.data_ptr(), workspace.data_ptr() + bytes
         gate_up, down = (m for m in made if "k" in m)
-        inside = [
-            gate_up["out"],
-            gate_up["tiles"],
-            gate_up["work_tiles"],
-            down["out"],
-            made[0]["permuted_to_expanded"],
-        ]
+        inside = [gate_up["out"], gate_up["tiles"], gate_up["work_tiles"], down["out"], made[0]["permuted_to_expanded"]]
         assert all(begin <= at < end for at in inside)
         assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["tiles"], down["tiles"]}) == 5
     with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
@@ -152,11 +146,7 @@ def test_threads_do_not_share_arguments(made: Made, monkeypatch: pytest.MonkeyPa
     outer, inner = by_thread[threading.get_ident()], by_thread[next(t for t in by_thread if t != threading.get_ident())]
     for launched, name in ((outer, "outer"), (inner, "inner")):
         x, routing = xs[name]
-        assert [m["kernel"] for m in launched] == [
-            "w4a16_mma_gate_up_m8_n64",
-            "w4a16_mma_down_m8_k256",
-            "finalize_f32",
-        ]
+        assert [m["kernel"] for m in launched] == ["w4a16_mma_gate_up_m8_n64", "w4a16_mma_down_m8_k256", "finalize_f32"]
         assert {m["ids"] for m in launched} == {routing.topk_ids_TA.data_ptr()}
         assert (launched[0]["x"], launched[-1]["out"]) == (x.data_ptr(), outs[name].data_ptr())
         assert launched[-1]["grid"] == (len(x), 1)

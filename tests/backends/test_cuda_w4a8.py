@@ -138,7 +138,7 @@ class TestCheck:
         verdict = select(apart, H200, backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
-            "layout w4a8_fragments, scales: expects scales of a row within 2**14 of each other, got scales 2**15 apart",
+            "layout w4a8_fragments, scales: expects scales of a row within 2**14 of each other, got scales 2**15 apart"
         ]
 
     def test_sizes_are_the_layouts_reasons(self) -> None:

@@ -179,10 +179,7 @@ class TestRefusals:
         [
             ({"flashinfer-python": ""}, "package flashinfer-python: expects 0.7.2 or newer, got not installed"),
             ({"flashinfer-python": "0.7.1"}, "package flashinfer-python: expects 0.7.2 or newer, got 0.7.1"),
-            (
-                {"flashinfer-python": "0.6.16.post4"},
-                NAN_TILES,
-            ),
+            ({"flashinfer-python": "0.6.16.post4"}, NAN_TILES),
         ],
     )
     def test_package(self, packages: dict[str, str], reason: str) -> None:

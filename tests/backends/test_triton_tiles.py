@@ -34,10 +34,7 @@ def test_tuning_configs_fit_the_gpu(case: str, gpu: str) -> None:
         assert found[0] == heuristic(problem, of(gpu), tokens)
         assert 10 <= len(found) == len(set(found)) <= 48
         for config in found:
-            for tile, encoding, matrices in (
-                (config.up, spec.up, 2 if spec.gated else 1),
-                (config.down, spec.down, 1),
-            ):
+            for tile, encoding, matrices in ((config.up, spec.up, 2 if spec.gated else 1), (config.down, spec.down, 1)):
                 step = matrices * tile.block_n * tile.block_k * encoding.bits // 8 + tile.block_k * config.block_m * 2
                 assert tile.num_stages * step <= limit
                 assert tile.block_k >= 16 * PLANES[encoding.element]

@@ -97,8 +97,7 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
             "qwen3-awq",
             QWEN_UP,
             Scheme(
-                "awq",
-                Encoding(element="int4", granularity=PerGroup(1, 128), scale_dtype="float16", zero_points=True),
+                "awq", Encoding(element="int4", granularity=PerGroup(1, 128), scale_dtype="float16", zero_points=True)
             ),
         ),
         ("qwen3-awq", "model.layers.3.mlp.gate", Scheme("plain", encoding("fp16"))),
@@ -462,28 +461,16 @@ def test_schemes_that_are_refused(section: dict[str, Any], message: str) -> None
         (FP8_BLOCK | {"ignored_layers": ["a"] * 1_000_001}, "ignored_layers: expected at most 1000000 entries"),
         (FP8_BLOCK | {"quant_method": 8}, "quant_method: expected a string"),
         (FP8_BLOCK | {"quant_method": "fp" * 10**6}, "quant_method: expected 1 to 2000 printable"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 2**40},
-            "group_size: expected an integer",
-        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 2**40}, "group_size: expected an integer"),
         ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo: expected a string"),
         ({"quant_method": "modelopt", "quant_algo": "N" * 10**6}, "quant_algo: expected 1 to 2000 printable"),
         ({"quant_method": "gptq", "bits": 4.0, "group_size": 128}, "bits: expected an integer from 1 to 64"),
         ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size: expected an integer from -1 to 1048576"),
         ({"quant_method": "gptq", "dynamic": {"-:(a": {}}}, "dynamic: expected regular expressions"),
         ({"quant_method": "awq", "version": {}}, "version: expected a string"),
-        (
-            compressed("any", INT4_G32 | {"group_size": 2**40}, None, []),
-            "weights.group_size: expected an integer",
-        ),
-        (
-            compressed("any", INT4_G32 | {"strategy": ["group"]}, None, []),
-            "weights.strategy: expected a string",
-        ),
-        (
-            compressed("any", INT4_G32, None, ["re:" + "(a{900}|b)" * 30]),
-            "ignore: expected regular expressions of",
-        ),
+        (compressed("any", INT4_G32 | {"group_size": 2**40}, None, []), "weights.group_size: expected an integer"),
+        (compressed("any", INT4_G32 | {"strategy": ["group"]}, None, []), "weights.strategy: expected a string"),
+        (compressed("any", INT4_G32, None, ["re:" + "(a{900}|b)" * 30]), "ignore: expected regular expressions of"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {str(i): {} for i in range(1001)}},
             "config_groups: expected at most 1000 entries",

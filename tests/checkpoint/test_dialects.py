@@ -341,10 +341,7 @@ def test_input_scales_that_were_never_calibrated_are_none(value: float):
 def test_block_size_comes_from_the_grid(shape, rows_of_scales, hint, block):
     known = hint or block
     columns = -(-shape[1] // known)
-    headers = {
-        "weight": Header("F8_E4M3", shape),
-        "weight_scale_inv": Header("F32", (rows_of_scales, columns)),
-    }
+    headers = {"weight": Header("F8_E4M3", shape), "weight_scale_inv": Header("F32", (rows_of_scales, columns))}
     told = Encoding(element="e4m3", granularity=PerGroup(hint, hint), scale_dtype="float32") if hint else None
     encoding = DIALECTS["deepseek"].detect(headers, shape, told)
     assert encoding.granularity == PerGroup(block, block)

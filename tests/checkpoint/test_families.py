@@ -13,14 +13,7 @@ from polymoe.checkpoint.families import MODEL_FAMILIES, MoeConfig, family_of, te
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.errors import CheckpointError, CheckpointNotFound
 from polymoe.problem.activations import ReLU2, SwiGLU
-from polymoe.problem.routing import (
-    HashTopK,
-    SigmoidInput,
-    SigmoidTopK,
-    SoftmaxTopK,
-    SqrtSoftplusTopK,
-    TopKSoftmax,
-)
+from polymoe.problem.routing import HashTopK, SigmoidInput, SigmoidTopK, SoftmaxTopK, SqrtSoftplusTopK, TopKSoftmax
 from support.configs import CONFIGS, config
 
 KIMI = SigmoidTopK(2, scaling=2.827)
@@ -219,11 +212,7 @@ def test_every_number_that_is_read_has_a_type_and_a_range(name: str) -> None:
         ("gpt-oss-mxfp4", {"swiglu_limit": 10**400}, "swiglu_limit: expected a number from"),
         ("gpt-oss-mxfp4", {"swiglu_limit": 1e-40}, "swiglu_limit: expected a number from"),
         ("deepseek-v3-fp8", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor: expected a number from"),
-        (
-            "deepseek-v3-fp8",
-            {"mlp_layer_types": ["sparse"] * 3},
-            "mlp_layer_types: expected dense or sparse for each",
-        ),
+        ("deepseek-v3-fp8", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types: expected dense or sparse for each"),
         ("deepseek-v3-fp8", {"mlp_layer_types": ["moe"] * 4}, "mlp_layer_types: expected dense or sparse"),
         ("deepseek-v3-fp8", {"mlp_layer_types": ["sparse"] * 10**5}, "mlp_layer_types: expected at most 500 entries"),
         ("deepseek-v4-fp4", {"mlp_layer_types": ["moe"] * 5}, "mlp_layer_types: expected 4 of hash_moe and moe"),

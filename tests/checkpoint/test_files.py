@@ -274,10 +274,7 @@ def test_a_hub_repository_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) ->
 
     asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    for offline, says in (
-        (False, "the Hub could not be reached: no network"),
-        (True, "unset HF_HUB_OFFLINE"),
-    ):
+    for offline, says in ((False, "the Hub could not be reached: no network"), (True, "unset HF_HUB_OFFLINE")):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         for name in ("org/name", PureWindowsPath("org/name")):
             with pytest.raises(CheckpointNotFound, match=says):
@@ -294,18 +291,9 @@ def answer(status: int) -> Any:
     ("error", "says"),
     [
         (ConnectionError("Name or service not known"), "the Hub could not be reached: Name or service not known"),
-        (
-            RepositoryNotFoundError("404", response=answer(404)),
-            "the Hub has no such repository, or not for you",
-        ),
-        (
-            GatedRepoError("403", response=answer(403)),
-            "hint: accept its terms on its page and log in",
-        ),
-        (
-            HfHubHTTPError("502 Bad Gateway", response=answer(502)),
-            "the Hub answered: 502 Bad Gateway",
-        ),
+        (RepositoryNotFoundError("404", response=answer(404)), "the Hub has no such repository, or not for you"),
+        (GatedRepoError("403", response=answer(403)), "hint: accept its terms on its page and log in"),
+        (HfHubHTTPError("502 Bad Gateway", response=answer(502)), "the Hub answered: 502 Bad Gateway"),
     ],
 )
 def test_what_the_hub_said(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

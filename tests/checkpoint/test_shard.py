@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.checkpoint.shard import (
-    Shard,
-    align,
-    shard_expert,
-    shard_spec,
-    split_experts,
-    widths,
-)
+from polymoe.checkpoint.shard import Shard, align, shard_expert, shard_spec, split_experts, widths
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup, format_of
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
@@ -184,11 +177,7 @@ def test_slices_are_views():
 
 def test_blocks_get_no_finer_than_kernels_contract():
     spec = shard_spec(_block_spec(192), Shard(tp=2))
-    assert [str(e.granularity) for e in spec.encodings.values()] == [
-        "group 32x128",
-        "group 32x128",
-        "group 128x32",
-    ]
+    assert [str(e.granularity) for e in spec.encodings.values()] == ["group 32x128", "group 32x128", "group 128x32"]
     with pytest.raises(ArgumentError, match="48 is not a multiple of 128"):
         shard_spec(_block_spec(192), Shard(tp=4))
 

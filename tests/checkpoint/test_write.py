@@ -24,11 +24,7 @@ H, F, E, LATENT = 256, 192, 8, 64
 # One expert's (stacked: all experts') tensors as the formats' description lists them: dtype and shape.
 FP8_BLOCK = {"weight": ("F8_E4M3", [F, H]), "weight_scale_inv": ("F32", [2, 2])}
 NVFP4 = {"weight": ("U8", [F, H // 2]), "weight_scale": ("F8_E4M3", [F, H // 16]), "weight_scale_2": ("F32", [])}
-INT4 = {
-    "weight_packed": ("I32", [F, H // 8]),
-    "weight_scale": ("BF16", [F, H // 32]),
-    "weight_shape": ("I64", [2]),
-}
+INT4 = {"weight_packed": ("I32", [F, H // 8]), "weight_scale": ("BF16", [F, H // 32]), "weight_shape": ("I64", [2])}
 ON_DISK: dict[str, dict[str, tuple[str, list[int]]]] = {
     "gpt-oss-mxfp4": {
         "model.layers.3.mlp.experts.gate_up_proj_blocks": ("U8", [E, 2 * F, H // 32, 16]),
@@ -260,10 +256,7 @@ def test_bad_arguments_leave_nothing_behind(arguments: dict[str, Any], error, ma
     given = {layer: layers[kind] for layer, kind in arguments.get("layers", {LAYER: "good"}).items()}
     with pytest.raises(error, match=match):
         write_checkpoint(
-            tmp_path / "c",
-            arguments.get("config", described),
-            given,
-            other_tensors=arguments.get("other_tensors"),
+            tmp_path / "c", arguments.get("config", described), given, other_tensors=arguments.get("other_tensors")
         )
     assert os.listdir(tmp_path) == []
 

@@ -119,10 +119,7 @@ def test_refusals(cli: Cli, args: tuple[object, ...], message: str) -> None:
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize(
-    "args",
-    [(), ("--case", "kimi-k2", "--checkpoint", SUMS), ("--case", "kimi-k2", "--tp", 2)],
-)
+@pytest.mark.parametrize("args", [(), ("--case", "kimi-k2", "--checkpoint", SUMS), ("--case", "kimi-k2", "--tp", 2)])
 def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
     assert cli("tune", *args)[:2] == (2, "")
 

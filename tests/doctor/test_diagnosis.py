@@ -264,10 +264,7 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
-        (
-            "2.15.0",
-            "tested with 2.11.0 on a GPU; 2.13.0 on a CPU; yours is 2.15.0, newer: no test ran with it",
-        ),
+        ("2.15.0", "tested with 2.11.0 on a GPU; 2.13.0 on a CPU; yours is 2.15.0, newer: no test ran with it"),
         ("2.10.1", "yours is 2.10.1, older: no test ran with it"),
         ("2.12.0", "yours is 2.12.0, between these: no test ran with it"),
         ("2.11.0+cu130", "yours is 2.11.0+cu130, one of these"),

@@ -20,15 +20,9 @@ SETTINGS = f"{HERE}.serving.settings"
         (Hook("dataclasses", "Field", ("default_factory",)), ()),
         (Hook("typing", "List"), ()),
         (Hook(f"{HERE}.nothing", "missing_hooks", ()), (f"{HERE}.nothing.missing_hooks",)),
-        (
-            Hook(f"{SETTINGS}", "EngineSettings.write", ()),
-            (f"{SETTINGS}.EngineSettings.write",),
-        ),
+        (Hook(f"{SETTINGS}", "EngineSettings.write", ()), (f"{SETTINGS}.EngineSettings.write",)),
         (Hook(f"{HERE}.hooks", "missing_hooks", ("hooks", "more")), (f"{HERE}.hooks.missing_hooks (no more)",)),
-        (
-            Hook(f"{SETTINGS}", "EngineSettings", ("mode", "x", "y")),
-            (f"{SETTINGS}.EngineSettings (no x, y)",),
-        ),
+        (Hook(f"{SETTINGS}", "EngineSettings", ("mode", "x", "y")), (f"{SETTINGS}.EngineSettings (no x, y)",)),
     ],
 )
 def test_what_is_missing_is_named(hook: Hook, lack: tuple[str, ...]) -> None:

@@ -202,8 +202,7 @@ def test_activations(activation: Any, weight_on: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "gated", "top_k"),
-    [(2880, 2880, True, 4), (1024, 2688, False, 22), (192, 336, True, 1)],
+    ("hidden", "intermediate", "gated", "top_k"), [(2880, 2880, True, 4), (1024, 2688, False, 22), (192, 336, True, 1)]
 )
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_odd_sizes(tokens: int, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:

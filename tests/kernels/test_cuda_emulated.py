@@ -96,12 +96,7 @@ def test_scales_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     [(True, 10, 208, "input"), (True, 10, 400, "output"), (False, 30, 592, "output")],
 )
 def test_ordered_sums_are_those_of_wgmma(
-    monkeypatch: pytest.MonkeyPatch,
-    format: str,
-    gated: bool,
-    tokens: int,
-    intermediate: int,
-    weight_on: str,
+    monkeypatch: pytest.MonkeyPatch, format: str, gated: bool, tokens: int, intermediate: int, weight_on: str
 ) -> None:
     """To the bit: K of whole and of broken stages and short ones, with and without a launch for the permutation."""
     weights = random_experts(format, experts=3, hidden=592, intermediate=intermediate, gated=gated, bias=True)

@@ -95,10 +95,7 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, config: CudaConfig)
         [config.kernels.kernel(part, config.block_m) for part in (first, "down")]
         for first in ("gate_up_tiles", "gate_up")
     )
-    for made, quantize, gemms in (
-        (emulator.made[:5], ["quantize_permuted"], tiles),
-        (emulator.made[5:9], [], gathers),
-    ):
+    for made, quantize, gemms in ((emulator.made[:5], ["quantize_permuted"], tiles), (emulator.made[5:9], [], gathers)):
         assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_many_bf16"]
 
 
@@ -150,8 +147,7 @@ def test_few_and_more_rows(monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: 
 
 @emulated
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "activation"),
-    [(128, 384, GeGLU("tanh")), (384, 256, GPT_OSS), (2432, 128, SwiGLU())],
+    ("hidden", "intermediate", "activation"), [(128, 384, GeGLU("tanh")), (384, 256, GPT_OSS), (2432, 128, SwiGLU())]
 )
 def test_same_bits_as_with_more_rows(
     monkeypatch: pytest.MonkeyPatch, hidden: int, intermediate: int, activation: Activation

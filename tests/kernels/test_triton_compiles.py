@@ -151,8 +151,7 @@ def test_sm121_compiles_as_sm120_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "activations"),
-    [*((case, None) for case in CASES), ("kimi-k2", "fp8_token"), ("kimi-k2-tp8", "fp8_token")],
+    ("case", "activations"), [*((case, None) for case in CASES), ("kimi-k2", "fp8_token"), ("kimi-k2-tp8", "fp8_token")]
 )
 def test_plans_of_named_cases_fit_into_99_kib(case: str, activations: str | None) -> None:
     """What Triton allocates for the tiles that are planned on SM120, whose CTAs have 99 KiB of shared memory."""

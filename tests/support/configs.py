@@ -151,23 +151,13 @@ MXFP4 = {
         "lm_head",
     ],
 }
-FP8_BLOCK = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8_STATIC = {
     "quant_method": "fp8",
     "activation_scheme": "static",
     "ignored_layers": ["model.layers.0.block_sparse_moe.gate", "lm_head"],
 }
-KIMI_IGNORE = [
-    "lm_head",
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-]
+KIMI_IGNORE = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 
 
 def compressed(format: str, weights: Config, inputs: Config | None, ignore: list[str]) -> Config:

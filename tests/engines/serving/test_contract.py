@@ -20,10 +20,7 @@ from polymoe.engines.vllm.hooks import HOOKS as VLLM_HOOKS
 from support.engine_contract import ENGINES
 
 TABLES: dict[str, dict[str, Any]] = {name: json.loads(e.table.read_text()) for name, e in ENGINES.items()}
-HOOKS = {
-    "vllm": (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS, *BALANCE_HOOKS, RUN_HOOK),
-    "sglang": SGLANG_HOOKS,
-}
+HOOKS = {"vllm": (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS, *BALANCE_HOOKS, RUN_HOOK), "sglang": SGLANG_HOOKS}
 SOURCES: Mapping[str, Mapping[str, StackedSource]] = {"vllm": VLLM, "sglang": SGLANG}
 
 

@@ -65,8 +65,7 @@ def test_layers_that_say_nothing_are_refused(layers: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "index"),
-    [("model.layers.3.mlp.experts", 3), ("layers.61.mtp.2.experts", 61), ("experts", None)],
+    ("where", "index"), [("model.layers.3.mlp.experts", 3), ("layers.61.mtp.2.experts", 61), ("experts", None)]
 )
 def test_layer_index(where: str, index: int | None) -> None:
     assert layer_index(where) == index

@@ -57,17 +57,9 @@ def test_inputs_are_held_as_the_engines_method_holds_them(
 
 
 def test_every_reason_is_given_at_once() -> None:
-    facts = facts_of(
-        "sums-qwen3-fp8",
-        method="Int8MoEMethod",
-        dtype=torch.float64,
-        refused=(Reason("LoRA"),),
-    )
+    facts = facts_of("sums-qwen3-fp8", method="Int8MoEMethod", dtype=torch.float64, refused=(Reason("LoRA"),))
     found = reasons_of(facts)
-    assert found[:2] == [
-        "LoRA: not supported",
-        "dtype of x: expects bfloat16, float16 or float32, got torch.float64",
-    ]
+    assert found[:2] == ["LoRA: not supported", "dtype of x: expects bfloat16, float16 or float32, got torch.float64"]
     assert found[2].startswith("method: expects one of AutoAWQMoEMethod")
     assert found[2].endswith("got Int8MoEMethod")
 

@@ -44,8 +44,7 @@ def size_on_meta(model: Any) -> DenseSize:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in known_models()],
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in known_models()]
 )
 def test_dense_bytes(name: str) -> None:
     model = known_models()[name]

@@ -23,11 +23,7 @@ from polymoe.problem.numerics import relative_error
 pytest.importorskip("transformers")
 
 import transformers.integrations.mxfp4 as builtin_mxfp4
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Mxfp4Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from polymoe.checkpoint.architectures.config import neutral

@@ -91,8 +91,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("model", "environment"),
-    [("sums-gpt-oss-mxfp4", {}), ("sums-mixtral-awq", {}), ("sums-kimi-k2-int4", NO_MLA)],
+    ("model", "environment"), [("sums-gpt-oss-mxfp4", {}), ("sums-mixtral-awq", {}), ("sums-kimi-k2-int4", NO_MLA)]
 )
 def test_bundled_checkpoints_answer(ask: Ask, model: str, environment: dict[str, str]) -> None:
     found = ask(MODELS / model, environment=environment)

@@ -135,8 +135,7 @@ def test_what_load_balancing_rules_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "found"),
-    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "mixed"), (None, "mixed")],
+    ("role", "found"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "mixed"), (None, "mixed")]
 )
 def test_workers_of_a_disaggregated_deployment_have_a_role(role: str | None, found: str) -> None:
     assert role_of(vllm_config(kv_transfer_config=SimpleNamespace(kv_role=role))) == found
