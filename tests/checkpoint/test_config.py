@@ -38,59 +38,44 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
     return parse_quantization(qwen(section)).scheme(module)
 
 
+PLAIN = Scheme("plain", encoding("bf16"))
+NVFP4 = Scheme("modelopt_nvfp4", encoding("nvfp4"))
+DEEPSEEK = Scheme("deepseek", encoding("fp8_block128"), FP8_GROUP128)
+DEEPSEEK_V4 = Scheme("deepseek_v4", encoding("fp8_block128"), FP8_GROUP128)
+FP8 = Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC)
+BY_CHANNEL = Scheme("ct_float", encoding("fp8_channel", "bfloat16"), FP8_TOKEN)
+INT4 = Scheme("ct_int4", encoding("int4_g32"))
+
+
 @pytest.mark.parametrize(
     ("name", "module", "expected"),
     [
         ("gpt-oss-mxfp4", "model.layers.0.mlp.experts.gate_up_proj", Scheme("gpt_oss", encoding("mxfp4"))),
-        ("gpt-oss-mxfp4", "model.layers.0.self_attn.q_proj", Scheme("plain", encoding("bf16"))),
-        ("gpt-oss-mxfp4", "model.layers.11.mlp.router", Scheme("plain", encoding("bf16"))),
-        ("gpt-oss-bf16", "model.layers.0.mlp.experts.gate_up_proj", Scheme("plain", encoding("bf16"))),
-        (
-            "deepseek-v3-fp8",
-            "model.layers.3.mlp.experts.0.gate_proj",
-            Scheme("deepseek", encoding("fp8_block128"), FP8_GROUP128),
-        ),
-        (
-            "deepseek-v3.1-ue8m0",
-            "model.layers.3.mlp.experts.0.down_proj",
-            Scheme("deepseek", encoding("fp8_block128"), FP8_GROUP128),
-        ),
+        ("gpt-oss-mxfp4", "model.layers.0.self_attn.q_proj", PLAIN),
+        ("gpt-oss-mxfp4", "model.layers.11.mlp.router", PLAIN),
+        ("gpt-oss-bf16", "model.layers.0.mlp.experts.gate_up_proj", PLAIN),
+        ("deepseek-v3-fp8", "model.layers.3.mlp.experts.0.gate_proj", DEEPSEEK),
+        ("deepseek-v3.1-ue8m0", "model.layers.3.mlp.experts.0.down_proj", DEEPSEEK),
         ("deepseek-v4-fp4", V4_UP, Scheme("deepseek_v4", encoding("mxfp4"), FP8_GROUP128)),
-        (
-            "deepseek-v4-fp4",
-            "layers.3.ffn.shared_experts.w3",
-            Scheme("deepseek_v4", encoding("fp8_block128"), FP8_GROUP128),
-        ),
-        ("deepseek-v4-base-fp8", V4_UP, Scheme("deepseek_v4", encoding("fp8_block128"), FP8_GROUP128)),
-        ("deepseek-v4-nvfp4", V4_UP, Scheme("modelopt_nvfp4", encoding("nvfp4"))),
-        ("deepseek-v4-nvfp4", "mtp.0.ffn.experts.0.w3", Scheme("plain", encoding("bf16"))),
-        ("kimi-k2-thinking-int4", "model.layers.1.mlp.experts.7.down_proj", Scheme("ct_int4", encoding("int4_g32"))),
-        ("kimi-k2-thinking-int4", "model.layers.0.mlp.gate_proj", Scheme("plain", encoding("bf16"))),
-        ("kimi-k2-thinking-int4", "model.layers.1.mlp.shared_experts.up_proj", Scheme("plain", encoding("bf16"))),
-        (
-            "kimi-k2.5-int4",
-            "language_model.model.layers.1.mlp.experts.7.down_proj",
-            Scheme("ct_int4", encoding("int4_g32")),
-        ),
-        ("nemotron-3-nvfp4", "backbone.layers.1.mixer.experts.5.up_proj", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
-        (
-            "nemotron-3-nvfp4",
-            "backbone.layers.1.mixer.shared_experts.up_proj",
-            Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC),
-        ),
-        ("nemotron-3-nvfp4", "backbone.layers.1.mixer.fc1_latent_proj", Scheme("plain", encoding("bf16"))),
-        (
-            "glm-4.7-fp8-channel",
-            "model.layers.3.mlp.experts.0.up_proj",
-            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), FP8_TOKEN),
-        ),
-        ("glm-4.7-fp8-channel", "model.layers.3.mlp.shared_experts.up_proj", Scheme("plain", encoding("bf16"))),
-        ("glm-4.7-nvfp4", "model.layers.3.mlp.experts.0.up_proj", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
-        ("glm-4.7-nvfp4", "model.layers.0.mlp.up_proj", Scheme("plain", encoding("bf16"))),
-        ("glm-4.7-nvfp4", "model.layers.3.self_attn.q_proj", Scheme("plain", encoding("bf16"))),
+        ("deepseek-v4-fp4", "layers.3.ffn.shared_experts.w3", DEEPSEEK_V4),
+        ("deepseek-v4-base-fp8", V4_UP, DEEPSEEK_V4),
+        ("deepseek-v4-nvfp4", V4_UP, NVFP4),
+        ("deepseek-v4-nvfp4", "mtp.0.ffn.experts.0.w3", PLAIN),
+        ("kimi-k2-thinking-int4", "model.layers.1.mlp.experts.7.down_proj", INT4),
+        ("kimi-k2-thinking-int4", "model.layers.0.mlp.gate_proj", PLAIN),
+        ("kimi-k2-thinking-int4", "model.layers.1.mlp.shared_experts.up_proj", PLAIN),
+        ("kimi-k2.5-int4", "language_model.model.layers.1.mlp.experts.7.down_proj", INT4),
+        ("nemotron-3-nvfp4", "backbone.layers.1.mixer.experts.5.up_proj", NVFP4),
+        ("nemotron-3-nvfp4", "backbone.layers.1.mixer.shared_experts.up_proj", FP8),
+        ("nemotron-3-nvfp4", "backbone.layers.1.mixer.fc1_latent_proj", PLAIN),
+        ("glm-4.7-fp8-channel", "model.layers.3.mlp.experts.0.up_proj", BY_CHANNEL),
+        ("glm-4.7-fp8-channel", "model.layers.3.mlp.shared_experts.up_proj", PLAIN),
+        ("glm-4.7-nvfp4", "model.layers.3.mlp.experts.0.up_proj", NVFP4),
+        ("glm-4.7-nvfp4", "model.layers.0.mlp.up_proj", PLAIN),
+        ("glm-4.7-nvfp4", "model.layers.3.self_attn.q_proj", PLAIN),
         ("glm-4.5-air-nvfp4-ct", "model.layers.3.mlp.experts.0.up_proj", Scheme("ct_nvfp4", encoding("nvfp4"))),
         ("qwen3-fp8", QWEN_UP, Scheme("deepseek", encoding("fp8_block128", "bfloat16"), FP8_GROUP128)),
-        ("qwen3-fp8", "model.layers.3.mlp.gate", Scheme("plain", encoding("bf16"))),
+        ("qwen3-fp8", "model.layers.3.mlp.gate", PLAIN),
         ("qwen3-gptq", QWEN_UP, Scheme("gptq", INT4_FP16)),
         ("qwen3-gptq", "model.layers.3.mlp.gate", Scheme("plain", encoding("fp16"))),
         (
@@ -101,21 +86,9 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
             ),
         ),
         ("qwen3-awq", "model.layers.3.mlp.gate", Scheme("plain", encoding("fp16"))),
-        (
-            "mixtral-fp8-static",
-            "model.layers.0.block_sparse_moe.experts.0.w1",
-            Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC),
-        ),
-        (
-            "llama4-fp8-channel",
-            "language_model.model.layers.1.feed_forward.experts.0.up_proj",
-            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), FP8_TOKEN),
-        ),
-        (
-            "llama4-fp8-channel",
-            "language_model.model.layers.1.feed_forward.shared_expert.up_proj",
-            Scheme("plain", encoding("bf16")),
-        ),
+        ("mixtral-fp8-static", "model.layers.0.block_sparse_moe.experts.0.w1", FP8),
+        ("llama4-fp8-channel", "language_model.model.layers.1.feed_forward.experts.0.up_proj", BY_CHANNEL),
+        ("llama4-fp8-channel", "language_model.model.layers.1.feed_forward.shared_expert.up_proj", PLAIN),
     ],
 )
 def test_schemes_of_famous_checkpoints(name: str, module: str, expected: Scheme) -> None:
@@ -143,20 +116,20 @@ def test_where_the_description_lives() -> None:
         assert quantization.quantized
         assert quantization.method == "compressed-tensors"
         assert quantization.scheme(QWEN_UP).dialect == "ct_int4"
-    assert parse_quantization(base, side).scheme(QWEN_UP) == Scheme("modelopt_nvfp4", encoding("nvfp4"))
+    assert parse_quantization(base, side).scheme(QWEN_UP) == NVFP4
     assert parse_quantization(base, side).scheme("lm_head").dialect == "plain"
     # What config.json says comes before the side file.
     assert parse_quantization(base | {"quantization_config": section}, side).scheme(QWEN_UP).dialect == "ct_int4"
     for nothing in (base, base | {"quantization_config": None}, base | {"quantization_config": {}}):
         assert not parse_quantization(nothing).quantized
-        assert parse_quantization(nothing).scheme(QWEN_UP) == Scheme("plain", encoding("bf16"))
+        assert parse_quantization(nothing).scheme(QWEN_UP) == PLAIN
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_models_own_dtype(key: str) -> None:
     base = {k: v for k, v in config("qwen3-bf16").items() if "dtype" not in k}
     assert parse_quantization(base | {key: "float16"}).scheme(QWEN_UP) == Scheme("plain", encoding("fp16"))
-    assert parse_quantization(base).scheme(QWEN_UP) == Scheme("plain", encoding("bf16"))
+    assert parse_quantization(base).scheme(QWEN_UP) == PLAIN
 
 
 def test_modelopt_per_layer_map_may_be_in_the_side_file() -> None:
@@ -206,11 +179,11 @@ def test_the_per_layer_map_counts_more_than_the_ignore_list() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        ("FP8", Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC)),
+        ("FP8", FP8),
         ("FP8_PER_CHANNEL_PER_TOKEN", Scheme("ct_float", encoding("fp8_channel"), FP8_TOKEN)),
         ("fp8_pb_wo", Scheme("ct_float", encoding("fp8_block128"))),
         ("FP8_BLOCK_SCALES", Scheme("ct_float", encoding("fp8_block128"))),
-        ("W4A16_NVFP4", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
+        ("W4A16_NVFP4", NVFP4),
         ("MXFP8", Scheme("modelopt_mxfp8", encoding("mxfp8"), MXFP8)),
     ],
 )
@@ -231,7 +204,7 @@ def test_deepseek_v4_repack_without_a_map_means_all_routed_experts() -> None:
     v4 = config("deepseek-v4-nvfp4")
     del v4["quantization_config"]["quantized_layers"]
     quantization = parse_quantization(v4)
-    assert quantization.scheme(V4_UP) == Scheme("modelopt_nvfp4", encoding("nvfp4"))
+    assert quantization.scheme(V4_UP) == NVFP4
     assert quantization.scheme("layers.3.ffn.shared_experts.w3").dialect == "deepseek_v4"
 
 

@@ -15,22 +15,24 @@ DEFAULTS = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2, "layer
 LATENT = 64  # Nemotron's experts' own width
 
 
-def _routed(s: Config, architecture: str, model_type: str, **own: Any) -> Config:
-    """What DeepSeek-V3's config and those that follow it have in common."""
+def _sized(s: Config, model_type: str, *architectures: str, **own: Any) -> Config:
+    """What the configs of all these models have in common."""
     return {
-        "architectures": [f"{architecture}ForCausalLM"],
+        **({"architectures": list(architectures)} if architectures else {}),
         "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": s["hidden"],
-        "moe_intermediate_size": s["intermediate"],
-        "n_routed_experts": s["experts"],
-        "n_shared_experts": 1,
         "num_experts_per_tok": s["top_k"],
         "num_hidden_layers": s["layers"],
-        "num_nextn_predict_layers": 1,
-        "norm_topk_prob": True,
         "torch_dtype": "bfloat16",
     } | own
+
+
+def _routed(s: Config, architecture: str, model_type: str, **own: Any) -> Config:
+    """What DeepSeek-V3's config and those that follow it have in common."""
+    sizes = {"moe_intermediate_size": s["intermediate"], "n_routed_experts": s["experts"], "n_shared_experts": 1}
+    others = {"num_nextn_predict_layers": 1, "norm_topk_prob": True}
+    return _sized(s, model_type, f"{architecture}ForCausalLM", **sizes, **others) | own
 
 
 def _deepseek(s: Config, **changed: Any) -> Config:
@@ -75,21 +77,9 @@ def _glm(s: Config, **changed: Any) -> Config:
 
 
 def _qwen(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "intermediate_size": 3 * s["hidden"],
-        "moe_intermediate_size": s["intermediate"],
-        "norm_topk_prob": True,
-        "num_experts": s["experts"],
-        "num_experts_per_tok": s["top_k"],
-        "num_hidden_layers": s["layers"],
-        "torch_dtype": "bfloat16",
-    } | changed
+    sizes = {"intermediate_size": 3 * s["hidden"], "moe_intermediate_size": s["intermediate"]}
+    experts = {"num_experts": s["experts"], "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return _sized(s, "qwen3_moe", "Qwen3MoeForCausalLM", **sizes, **experts) | changed
 
 
 def _wrapped(model_type: str, text: Config, **changed: Any) -> Config:
@@ -97,66 +87,28 @@ def _wrapped(model_type: str, text: Config, **changed: Any) -> Config:
 
 
 def _mixtral(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "intermediate_size": s["intermediate"],
-        "num_local_experts": s["experts"],
-        "num_experts_per_tok": s["top_k"],
-        "num_hidden_layers": s["layers"],
-        "torch_dtype": "bfloat16",
-    } | changed
+    sizes = {"intermediate_size": s["intermediate"], "num_local_experts": s["experts"]}
+    return _sized(s, "mixtral", "MixtralForCausalLM", **sizes) | changed
 
 
 def _llama4(s: Config, **changed: Any) -> Config:
-    text = {
-        "model_type": "llama4_text",
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "intermediate_size": s["intermediate"],
-        "intermediate_size_mlp": 2 * s["intermediate"],
-        "interleave_moe_layer_step": 2,
-        "num_local_experts": s["experts"],
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": s["layers"],
-        "torch_dtype": "bfloat16",
-    }
+    sizes = {"intermediate_size": s["intermediate"], "intermediate_size_mlp": 2 * s["intermediate"]}
+    experts = {"interleave_moe_layer_step": 2, "num_local_experts": s["experts"], "num_experts_per_tok": 1}
+    text = _sized(s, "llama4_text", **sizes, **experts)
     return _wrapped("llama4", text, architectures=["Llama4ForConditionalGeneration"]) | changed
 
 
 def _gpt_oss(s: Config, **changed: Any) -> Config:
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "experts_per_token": s["top_k"],
-        "hidden_act": "silu",
-        "hidden_size": s["hidden"],
-        "intermediate_size": s["intermediate"],
-        "num_experts_per_tok": s["top_k"],
-        "num_hidden_layers": s["layers"],
-        "num_local_experts": s["experts"],
-        "swiglu_limit": 7.0,
-        "torch_dtype": "bfloat16",
-    } | changed
+    experts = {"num_local_experts": s["experts"], "experts_per_token": s["top_k"], "swiglu_limit": 7.0}
+    return _sized(s, "gpt_oss", "GptOssForCausalLM", intermediate_size=s["intermediate"], **experts) | changed
 
 
-MXFP4 = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
+DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": DENSE}
 FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-FP8_STATIC = {
-    "quant_method": "fp8",
-    "activation_scheme": "static",
-    "ignored_layers": ["model.layers.0.block_sparse_moe.gate", "lm_head"],
-}
+FP8_UE8M0 = FP8_BLOCK | {"scale_fmt": "ue8m0"}
+MIXTRAL_IGNORE = ["model.layers.0.block_sparse_moe.gate", "lm_head"]
+FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": MIXTRAL_IGNORE}
 KIMI_IGNORE = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 
 
@@ -173,15 +125,8 @@ def compressed(format: str, weights: Config, inputs: Config | None, ignore: list
     }
 
 
-INT4_G32 = {
-    "num_bits": 4,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "group",
-    "group_size": 32,
-    "dynamic": False,
-    "actorder": None,
-}
+INT4_GROUPS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+INT4_G32 = INT4_GROUPS | {"dynamic": False, "actorder": None}
 CT_INT4 = compressed("pack-quantized", INT4_G32, None, KIMI_IGNORE)
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
 FP8_PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -211,131 +156,83 @@ def _quantized(base: Config, section: Config) -> Config:
     return base | {"quantization_config": copy.deepcopy(section)}
 
 
+def _modelopt(algorithm: str, ignore: list[str], **more: Any) -> Config:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, **more}
+
+
+def _deepseek_v4_nvfp4(s: Config) -> Config:
+    nvfp4 = {"quant_algo": "NVFP4", "group_size": 16}
+    layers = {f"layers.{i}.ffn.experts": nvfp4 for i in range(s["layers"])}
+    mixed = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "quantized_layers": layers}
+    return _quantized(_deepseek_v4(s, expert_dtype="fp4"), FP8_UE8M0 | mixed | {"ignore": ["lm_head", "mtp.*"]})
+
+
+def _kimi_k25(s: Config) -> Config:
+    ignore = ["re:.*lm_head.*", *KIMI_IGNORE[1:], "re:vision_tower.*", "re:mm_projector.*"]
+    text = _quantized(_kimi(s), CT_INT4 | {"ignore": ignore})
+    return _wrapped("kimi_k25", text, architectures=["KimiK25ForConditionalGeneration"])
+
+
+def _nemotron_nvfp4(s: Config) -> Config:
+    ignore = ["backbone.embeddings", "lm_head", "backbone.layers.*.mixer.gate", "mtp*"]
+    producer = {"name": "modelopt", "version": "0.43.0"}
+    section = _modelopt("MIXED_PRECISION", ignore, producer=producer, quantized_layers=_nemotron_layers(s))
+    return _quantized(_nemotron(s), section)
+
+
+def _qwen_fp8(s: Config) -> Config:
+    parts = [f"model.layers.{i}.{part}" for i in range(s["layers"]) for part in ("mlp.gate", "input_layernorm")]
+    return _quantized(_qwen(s), FP8_BLOCK | {"modules_to_not_convert": ["lm_head", *parts]})
+
+
+QWEN35_IGNORE = ["lm_head", "model.visual", "mlp.gate", "mlp.shared_expert_gate"]
+GLM_IGNORE = ["lm_head", "model.layers.0*", "model.layers.*.self_attn*", "model.layers.92*"]
+GLM_NVFP4 = _modelopt("NVFP4", GLM_IGNORE, group_size=16, producer={"name": "modelopt", "version": "0.39.0"})
+GLM_AIR_IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"]
+CT_NVFP4 = compressed("nvfp4-pack-quantized", NVFP4_WEIGHTS, NVFP4_WEIGHTS | {"dynamic": "local"}, GLM_AIR_IGNORE)
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
+    "dynamic": {r"-:.*mlp\.gate$": {}, r"-:.*self_attn.*": {}},
+}  # fmt: skip
+AWQ = {
+    "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
+    "modules_to_not_convert": ["mlp.gate"],
+}  # fmt: skip
+LLAMA4_PARTS = ("lm_head", "self_attn", "router", "vision_model", "multi_modal_projector", "shared_expert")
+
 CONFIGS = {
     "gpt-oss-mxfp4": lambda s: _quantized(_gpt_oss(s), MXFP4),
     "gpt-oss-bf16": _gpt_oss,
     "deepseek-v3-fp8": lambda s: _quantized(_deepseek(s), FP8_BLOCK),
-    "deepseek-v3.1-ue8m0": lambda s: _quantized(_deepseek(s), FP8_BLOCK | {"scale_fmt": "ue8m0"}),
-    "deepseek-v4-fp4": lambda s: _quantized(_deepseek_v4(s, expert_dtype="fp4"), FP8_BLOCK | {"scale_fmt": "ue8m0"}),
-    "deepseek-v4-base-fp8": lambda s: _quantized(
-        _deepseek_v4(s, expert_dtype="fp8"), FP8_BLOCK | {"scale_fmt": "ue8m0"}
-    ),
-    "deepseek-v4-nvfp4": lambda s: _quantized(
-        _deepseek_v4(s, expert_dtype="fp4"),
-        FP8_BLOCK
-        | {
-            "scale_fmt": "ue8m0",
-            "quant_algo": "MIXED_PRECISION",
-            "moe_quant_algo": "NVFP4",
-            "group_size": 16,
-            "ignore": ["lm_head", "mtp.*"],
-            "quantized_layers": {
-                f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(s["layers"])
-            },
-        },
-    ),
-    "qwen3-mxfp8": lambda s: _quantized(
-        _qwen(s),
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": ["lm_head", "*mlp.gate"]},
-    ),
+    "deepseek-v3.1-ue8m0": lambda s: _quantized(_deepseek(s), FP8_UE8M0),
+    "deepseek-v4-fp4": lambda s: _quantized(_deepseek_v4(s, expert_dtype="fp4"), FP8_UE8M0),
+    "deepseek-v4-base-fp8": lambda s: _quantized(_deepseek_v4(s, expert_dtype="fp8"), FP8_UE8M0),
+    "deepseek-v4-nvfp4": _deepseek_v4_nvfp4,
+    "qwen3-mxfp8": lambda s: _quantized(_qwen(s), _modelopt("MXFP8", ["lm_head", "*mlp.gate"], group_size=32)),
     "kimi-k2-bf16": _kimi,
     "kimi-k2-thinking-int4": lambda s: _quantized(_kimi(s), CT_INT4),
-    "kimi-k2.5-int4": lambda s: _wrapped(
-        "kimi_k25",
-        _quantized(
-            _kimi(s),
-            CT_INT4 | {"ignore": ["re:.*lm_head.*", *KIMI_IGNORE[1:], "re:vision_tower.*", "re:mm_projector.*"]},
-        ),
-        architectures=["KimiK25ForConditionalGeneration"],
-    ),
-    "nemotron-3-nvfp4": lambda s: _quantized(
-        _nemotron(s),
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "producer": {"name": "modelopt", "version": "0.43.0"},
-            "ignore": ["backbone.embeddings", "lm_head", "backbone.layers.*.mixer.gate", "mtp*"],
-            "quantized_layers": _nemotron_layers(s),
-        },
-    ),
+    "kimi-k2.5-int4": _kimi_k25,
+    "nemotron-3-nvfp4": _nemotron_nvfp4,
     "nemotron-3-bf16": _nemotron,
     "glm-4.7-fp8-channel": lambda s: _quantized(
         _glm(s), _fp8_channel("lm_head", "re:.*mlp.gate$", "model.layers.3.mlp.shared_experts.up_proj")
     ),
-    "glm-4.7-nvfp4": lambda s: _quantized(
-        _glm(s),
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "producer": {"name": "modelopt", "version": "0.39.0"},
-            "group_size": 16,
-            "ignore": ["lm_head", "model.layers.0*", "model.layers.*.self_attn*", "model.layers.92*"],
-        },
-    ),
-    "glm-4.5-air-nvfp4-ct": lambda s: _quantized(
-        _glm(s),
-        compressed(
-            "nvfp4-pack-quantized",
-            NVFP4_WEIGHTS,
-            NVFP4_WEIGHTS | {"dynamic": "local"},
-            ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"],
-        ),
-    ),
-    "qwen3-fp8": lambda s: _quantized(
-        _qwen(s),
-        FP8_BLOCK
-        | {
-            "modules_to_not_convert": [
-                "lm_head",
-                *(f"model.layers.{i}.{part}" for i in range(s["layers"]) for part in ("mlp.gate", "input_layernorm")),
-            ]
-        },
-    ),
+    "glm-4.7-nvfp4": lambda s: _quantized(_glm(s), GLM_NVFP4),
+    "glm-4.5-air-nvfp4-ct": lambda s: _quantized(_glm(s), CT_NVFP4),
+    "qwen3-fp8": _qwen_fp8,
     "qwen3-bf16": _qwen,
-    "qwen3-gptq": lambda s: _quantized(
-        _qwen(s, torch_dtype="float16"),
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": 128,
-            "sym": True,
-            "desc_act": False,
-            "checkpoint_format": "gptq",
-            "dynamic": {r"-:.*mlp\.gate$": {}, r"-:.*self_attn.*": {}},
-        },
-    ),
-    "qwen3-awq": lambda s: _quantized(
-        _qwen(s, torch_dtype="float16"),
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": 128,
-            "version": "gemm",
-            "zero_point": True,
-            "modules_to_not_convert": ["mlp.gate"],
-        },
-    ),
+    "qwen3-gptq": lambda s: _quantized(_qwen(s, torch_dtype="float16"), GPTQ),
+    "qwen3-awq": lambda s: _quantized(_qwen(s, torch_dtype="float16"), AWQ),
     "qwen3-vl-bf16": lambda s: _wrapped("qwen3_vl_moe", _qwen(s, model_type="qwen3_vl_moe_text")),
     "qwen3.5-bf16": lambda s: _wrapped("qwen3_5_moe", _qwen(s, model_type="qwen3_5_moe_text")),
     "qwen3.5-fp8": lambda s: _quantized(
-        _wrapped("qwen3_5_moe", _qwen(s, model_type="qwen3_5_moe_text")),
-        FP8_BLOCK | {"modules_to_not_convert": ["lm_head", "model.visual", "mlp.gate", "mlp.shared_expert_gate"]},
+        CONFIGS["qwen3.5-bf16"](s), FP8_BLOCK | {"modules_to_not_convert": QWEN35_IGNORE}
     ),
     "qwen3-next-bf16": lambda s: _qwen(s, model_type="qwen3_next", full_attention_interval=4),
     "mixtral-bf16": _mixtral,
     "mixtral-fp8-static": lambda s: _quantized(_mixtral(s), FP8_STATIC),
     "llama4-bf16": _llama4,
-    "llama4-fp8-channel": lambda s: _quantized(
-        _llama4(s),
-        _fp8_channel(
-            "re:.*lm_head",
-            "re:.*self_attn",
-            "re:.*router",
-            "re:.*vision_model",
-            "re:.*multi_modal_projector",
-            "re:.*shared_expert",
-        ),
-    ),
+    "llama4-fp8-channel": lambda s: _quantized(_llama4(s), _fp8_channel(*(f"re:.*{part}" for part in LLAMA4_PARTS))),
 }
 
 
