@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from polymoe.problem.activation_quantization import (
 )
 from polymoe.problem.activations import SwiGLU
 from support.configs import CONFIGS, FP8_BLOCK, config
-from support.written import LAYER, Library, damaged, patch_config, sizes, write
+from support.written import LAYER, Library, cast, damaged, patch_config, reshaped, sizes, without, write
 
 H, F, E = 256, 192, 8
 GPT_OSS = "model.layers.3.mlp.experts"
@@ -269,29 +267,6 @@ def set_first(name: str, value: float) -> Any:
 
 NAN = float("nan")
 DEEPSEEK = "model.layers.3.mlp.experts.7.down_proj"
-
-
-def changed(pattern: str, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """Put what ``change`` makes of them in the place of the tensors whose names match; None leaves them out."""
-
-    def apply(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if re.search(pattern, name)]:
-            if (tensor := change(tensors.pop(name))) is not None:
-                tensors[name] = tensor
-
-    return apply
-
-
-def without(pattern: str) -> Any:
-    return changed(pattern, lambda tensor: None)
-
-
-def reshaped(pattern: str, *shape: int) -> Any:
-    return changed(pattern, lambda tensor: torch.zeros(shape, dtype=tensor.dtype))
-
-
-def cast(pattern: str, dtype: torch.dtype) -> Any:
-    return changed(pattern, lambda tensor: tensor.to(dtype))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polymoe.checkpoint import Checkpoint, write_checkpoint
@@ -29,7 +29,7 @@ from polymoe.formats import FORMATS
 from polymoe.problem.tensors import Expert
 from support.configs import config
 from support.requantized import SOURCE, write
-from support.written import patch_config, random_layer
+from support.written import damaged, patch_config, random_layer, without
 
 WAYS = [(format, dialect) for format, dialects in DIALECTS_OF.items() for dialect in dialects if dialect != "gpt-oss"]
 SMALL = {"hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2, "layers": 2}
@@ -263,17 +263,9 @@ def test_a_full_disk(qwen3: Path, tmp_path: Path, where: str, monkeypatch: pytes
     require_quantized(qwen3, out, "mxfp4")
 
 
-def changed(source: Path, target: Path, change: Any) -> Path:
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
 def test_nan_is_named_and_what_is_complete_goes(qwen3: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    source = changed(qwen3, tmp_path / "nan", lambda tensors: tensors[name][5].fill_(float("nan")))
+    source = damaged(qwen3, tmp_path / "nan", lambda tensors: tensors[name][5].fill_(float("nan")))
     with pytest.raises(FormatError, match=r"(?s)layers\.2\.mlp\.experts\.3\.up_proj.*finite.*NaN.*fetch or convert"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     # Another source is another job.
@@ -338,10 +330,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
-    def drop(tensors: dict[str, Tensor]) -> None:
-        del tensors["model.layers.3.mlp.experts.1.down_proj.weight"]
-
-    source = changed(qwen3, tmp_path / "in", drop)
+    source = damaged(qwen3, tmp_path / "in", without("layers.3.mlp.experts.1.down_proj.weight"))
     with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.1\.down_proj"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
@@ -351,7 +340,7 @@ def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
 def test_a_tensor_among_the_experts_that_is_not_theirs(qwen3: Path, tmp_path: Path, name: str) -> None:
     """It would be copied as it is, beside experts in another format."""
     name = f"model.layers.2.mlp.experts.{name}"
-    source = changed(qwen3, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
+    source = damaged(qwen3, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected tensors of the experts that .*\n  hint"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]

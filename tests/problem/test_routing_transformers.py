@@ -26,6 +26,10 @@ pytest.importorskip("transformers")
 
 T, H, V = 64, 24, 50
 SIGMOID = {"num_experts_per_tok": 4, "routed_scaling_factor": 2.5, "n_routed_experts": 16}
+GROUPED = SIGMOID | {"n_group": 4, "topk_group": 2}
+NEMOTRON = {"n_routed_experts": 512, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3 = {"num_experts": 16, "num_experts_per_tok": 4}
 V4 = {"n_routed_experts": 16, "num_experts_per_tok": 6, "routed_scaling_factor": 1.5, "vocab_size": V}
 
 
@@ -57,61 +61,27 @@ class Case:
 
 
 CASES = [
-    Case(
-        "gpt_oss",
-        "GptOssConfig",
-        "GptOssTopKRouter",
-        {"num_local_experts": 8, "num_experts_per_tok": 4},
-        TopKSoftmax(4),
-    ),
+    Case("gpt_oss", "GptOssConfig", "GptOssTopKRouter", {**LOCAL, "num_experts_per_tok": 4}, TopKSoftmax(4)),
     *(
-        Case(
-            "deepseek_v3",
-            "DeepseekV3Config",
-            "DeepseekV3TopkRouter",
-            {**SIGMOID, "n_group": 4, "topk_group": 2, "norm_topk_prob": renormalize},
-            SigmoidTopK(4, n_group=4, topk_group=2, renormalize=renormalize, scaling=2.5),
-        )
+        Case("deepseek_v3", "DeepseekV3Config", "DeepseekV3TopkRouter", GROUPED | {"norm_topk_prob": renormalize},
+             SigmoidTopK(4, n_group=4, topk_group=2, renormalize=renormalize, scaling=2.5))
         for renormalize in (True, False)
     ),
     Case("glm4_moe", "Glm4MoeConfig", "Glm4MoeTopkRouter", SIGMOID, SigmoidTopK(4, scaling=2.5)),
-    Case(
-        "nemotron_h",
-        "NemotronHConfig",
-        "NemotronHTopkRouter",
-        {"n_routed_experts": 512, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0},
-        SigmoidTopK(22, scaling=5.0),
-    ),
+    Case("nemotron_h", "NemotronHConfig", "NemotronHTopkRouter", NEMOTRON, SigmoidTopK(22, scaling=5.0)),
     Case("deepseek_v4", "DeepseekV4Config", "DeepseekV4TopKRouter", V4, SqrtSoftplusTopK(6, scaling=1.5)),
     Case("deepseek_v4", "DeepseekV4Config", "DeepseekV4HashRouter", V4, HashTopK(6, scaling=1.5)),
     *(
-        Case(
-            "qwen3_moe",
-            "Qwen3MoeConfig",
-            "Qwen3MoeTopKRouter",
-            {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": renormalize},
-            SoftmaxTopK(4, renormalize=renormalize),
-        )
+        Case("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeTopKRouter", QWEN3 | {"norm_topk_prob": renormalize},
+             SoftmaxTopK(4, renormalize=renormalize))
         for renormalize in (True, False)
     ),
-    Case(
-        "mixtral",
-        "MixtralConfig",
-        "MixtralTopKRouter",
-        {"num_local_experts": 8, "num_experts_per_tok": 2},
-        SoftmaxTopK(2, renormalize=True),
-    ),
+    Case("mixtral", "MixtralConfig", "MixtralTopKRouter", LOCAL, SoftmaxTopK(2, renormalize=True)),
     *(
-        Case(
-            "llama4",
-            "Llama4TextConfig",
-            "Llama4Router",
-            {"num_local_experts": 8, "num_experts_per_tok": top_k},
-            SigmoidInput(top_k),
-        )
+        Case("llama4", "Llama4TextConfig", "Llama4Router", {**LOCAL, "num_experts_per_tok": top_k}, SigmoidInput(top_k))
         for top_k in (1, 2)
     ),
-]
+]  # fmt: skip
 
 
 def dense(topk_ids_TA: Tensor, topk_weights_TA: Tensor, experts: int) -> Tensor:

@@ -24,37 +24,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "hidden_act": "gelu"},
     "glm4_moe": {"n_routed_experts": 5, "first_k_dense_replace": 0},
     "deepseek_v3": {
-        "n_routed_experts": 5,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        "n_routed_experts": 5, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
     },
     # a gate of its own
     "deepseek_v4": {
-        "n_routed_experts": 5,
-        "swiglu_limit": 0.5,
-        "num_key_value_heads": 1,
-        "q_lora_rank": 16,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "compress_ratios": [0],
-        "num_hash_layers": 0,
-        "hc_mult": 2,
-        "qk_rope_head_dim": 8,
+        "n_routed_experts": 5, "swiglu_limit": 0.5, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2,
+        "o_lora_rank": 8, "compress_ratios": [0], "num_hash_layers": 0, "hc_mult": 2, "qk_rope_head_dim": 8,
     },
     # no gate
     "nemotron_h": {
-        "n_routed_experts": 5,
-        "layers_block_type": ["attention", "moe"],
-        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 5, "layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 40,
     },
-}
+}  # fmt: skip
 
 
 def build(family: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Any, Any]:

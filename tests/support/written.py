@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,29 @@ def damaged(source: Path, target: Path, change: Callable[[dict[str, Tensor]], An
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, target / "model.safetensors")
     return target
+
+
+def changed(pattern: str, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Put what ``change`` makes of them in the place of the tensors whose names match; None leaves them out."""
+
+    def apply(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.search(pattern, name)]:
+            if (tensor := change(tensors.pop(name))) is not None:
+                tensors[name] = tensor
+
+    return apply
+
+
+def without(pattern: str) -> Any:
+    return changed(pattern, lambda tensor: None)
+
+
+def reshaped(pattern: str, *shape: int) -> Any:
+    return changed(pattern, lambda tensor: torch.zeros(shape, dtype=tensor.dtype))
+
+
+def cast(pattern: str, dtype: torch.dtype) -> Any:
+    return changed(pattern, lambda tensor: tensor.to(dtype))
 
 
 def patch_config(directory: Path, **changed: Any) -> None:

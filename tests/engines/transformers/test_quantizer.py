@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import CheckpointError, FormatError, PolymoeError
-from support.written import damaged, patch_config
+from support.written import changed, damaged, patch_config, reshaped, without
 
 pytest.importorskip("transformers")
 
@@ -158,24 +158,12 @@ SHARED = "model.layers.1.mlp.shared_experts.up_proj"
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (lambda t: [t.pop(k) for k in list(t) if k.startswith(SHARED)], CheckpointError, rf"{SHARED}\.weight"),
-        (lambda t: t.pop(f"{SHARED}.weight_scale_inv"), FormatError, rf"{SHARED}\.weight: expected a scale beside"),
-        (
-            lambda t: t.update({f"{SHARED}.weight_scale_inv": torch.ones(3, 7)}),
-            FormatError,
-            rf"{SHARED}\.weight_scale_inv",
-        ),
-        (lambda t: t[f"{SHARED}.weight_scale_inv"].fill_(torch.nan), FormatError, rf"{SHARED} scales"),
-        (
-            lambda t: t.pop("model.layers.1.mlp.gate.e_score_correction_bias"),
-            CheckpointError,
-            "e_score_correction_bias",
-        ),
-        (
-            lambda t: t.pop("model.layers.2.mlp.experts.3.up_proj.weight"),
-            CheckpointError,
-            r"experts\.3\.up_proj\.weight",
-        ),
+        (without(SHARED), CheckpointError, rf"{SHARED}\.weight"),
+        (without(f"{SHARED}.weight_scale_inv"), FormatError, rf"{SHARED}\.weight: expected a scale beside"),
+        (reshaped(f"{SHARED}.weight_scale_inv", 3, 7), FormatError, rf"{SHARED}\.weight_scale_inv"),
+        (changed(f"{SHARED}.weight_scale_inv", lambda t: t.fill_(torch.nan)), FormatError, rf"{SHARED} scales"),
+        (without("layers.1.mlp.gate.e_score_correction_bias"), CheckpointError, "e_score_correction_bias"),
+        (without("layers.2.mlp.experts.3.up_proj.weight$"), CheckpointError, r"experts\.3\.up_proj\.weight"),
     ],
     ids=["shared expert", "its scale", "its scale's shape", "its scale is NaN", "router bias", "expert"],
 )
@@ -189,6 +177,6 @@ def test_what_is_missing_or_wrong_is_named(
 
 def test_packed_words_without_their_scales(checkpoint: Checkpoints, tmp_path: Path) -> None:
     whole = one_file(checkpoint("mixtral"), tmp_path / "whole")
-    path = damaged(whole, tmp_path / "damaged", lambda t: t.pop("model.layers.0.self_attn.q_proj.scales"))
+    path = damaged(whole, tmp_path / "damaged", without("layers.0.self_attn.q_proj.scales"))
     with pytest.raises(CheckpointError, match=r"self_attn\.q_proj\.scales: expected this tensor"):
         load(path, device="cpu")
