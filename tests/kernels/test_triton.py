@@ -77,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, split": case(activations="fp8_group128", format="fp8_block128", split_k=2, hidden=320, bias=True),
     "fp8, weight on input": case(activations="fp8_token", format="fp8_tensor", weight_on="input"),
     **{
-        f"several N blocks per CTA, {name}": case(n_blocks_per_cta=3, hidden=224, tile=[32, 128], **options)
+        f"several N blocks per CTA, {name}": case(n_blocks_per_cta=3, hidden=224, tile=[32, 128]) | options
         for name, options in {
             "bf16": case(format="bf16", bias=True, intermediate=48),
             "mxfp4": case(intermediate=160),
