@@ -66,6 +66,7 @@ def _triton(stacks: Stacks) -> PeerCall:
 
 def _marlin(problem: Problem, stacks: Stacks) -> PeerCall:
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as fp4
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
@@ -104,11 +105,12 @@ def _marlin(problem: Problem, stacks: Stacks) -> PeerCall:
                 :4
             ]
     limit = problem.activation.limit if isinstance(problem.activation, SwiGLU) else None
+    limited = ApplyMoEActivationConfig(clamp_limit=limit)
 
     def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> Tensor:
         return fused_marlin_moe(
             x_TH, w13, w2, None, None, s13, s2, weights_TA, ids_TA, kind.id, global_num_experts=experts,
-            output=out_TH, clamp_limit=limit, **options,
+            output=out_TH, activation_config=limited, **options,
         )  # fmt: skip
 
     return call
