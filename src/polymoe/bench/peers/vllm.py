@@ -147,18 +147,20 @@ class DeepGemm:
                 alignment=gemm.get_mk_alignment_for_contiguous_layout()[0], expert_tokens_meta=None,
             )  # fmt: skip
             buffer = torch.empty(rows, hidden, device=device, dtype=e4m3)
-            x, scales, row_experts, inverse, alignment = moe.deepgemm_moe_permute(
+            x, scales, ends, inverse, alignment = moe.deepgemm_moe_permute(
                 aq=x, aq_scale=scales, topk_ids=ids_TA, local_num_experts=experts, expert_map=None,
-                expert_tokens_meta=None, aq_out=buffer,
+                expert_tokens_meta=None, aq_out=buffer, use_psum_layout=True,
             )  # fmt: skip
             with gemm.mk_alignment_scope(alignment):
                 gate_up = torch.empty(rows, 2 * width, device=device, dtype=torch.bfloat16)
-                gemm.m_grouped_fp8_gemm_nt_contiguous((x, scales), up, gate_up, row_experts)
+                gemm.m_grouped_fp8_gemm_nt_contiguous((x, scales), up, gate_up, ends, use_psum_layout=True)
                 h = torch.empty(rows, width, device=device, dtype=e4m3)
                 quantize = fp8.silu_mul_per_token_group_quant_fp8_colmajor
-                h, h_scales = quantize(input=gate_up, output=h, use_ue8m0=False)
+                h, h_scales = quantize(
+                    input=gate_up, output=h, use_ue8m0=False, expert_ends=ends, expert_alignment=alignment
+                )
                 y = torch.empty(rows, hidden, device=device, dtype=torch.bfloat16)
-                gemm.m_grouped_fp8_gemm_nt_contiguous((h, h_scales), down, y, row_experts)
+                gemm.m_grouped_fp8_gemm_nt_contiguous((h, h_scales), down, y, ends, use_psum_layout=True)
             moe.deepgemm_unpermute_and_reduce(
                 a=y, topk_ids=ids_TA, topk_weights=weights_TA, inv_perm=inverse, expert_map=None, output=out_TH
             )
