@@ -232,7 +232,8 @@ def parallel(args: Namespace) -> dict[str, Any]:
 def environment(args: Namespace, polymoe: str) -> dict[str, str]:
     # Latent attention has kernels for the sizes of released models only.
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tp == 1 else {}
-    return one_process | {"POLYMOE": polymoe, "VLLM_MLA_DISABLE": "1"}
+    # DeepGEMM would compile its kernels for FP8 linear layers of every size before the first answer.
+    return one_process | {"POLYMOE": polymoe, "VLLM_MLA_DISABLE": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"}
 
 
 def data_parallel(args: Namespace, rank: int, port: int) -> dict[str, str]:
