@@ -402,8 +402,7 @@ def _layer(layout: str, activations: str) -> tuple[Problem, Packed]:
         if layout == "w4a16_fragments":
             packed = [pack_scales(s[..., None], encoding, k) for s in scales]
         else:  # random codes are zeros in no whole group
-            codes = tensors[f"{name}.codes"].view(256, n, k // 2)
-            packed = [w4a8_fragments.pack_scales(s, c)[0] for s, c in zip(scales, codes, strict=True)]
+            packed = [w4a8_fragments.pack_scales(s, torch.zeros_like(s, dtype=torch.bool))[0] for s in scales]
         tensors[f"{name}.scales"] = torch.stack(packed)
     problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, activations=activations)  # type: ignore[arg-type]
     return problem, Packed(layout, spec, tensors)

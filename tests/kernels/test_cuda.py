@@ -71,6 +71,7 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
         "quantize": {
             "quantize_permuted", "quantize_rows", "quantize_whole_rows", "quantize_row_tiles",
         },
+        "bits": {"move_bits"},
     }  # fmt: skip
     gemms = {
         f.unit(format): {

@@ -18,7 +18,18 @@ from support.problems import random_experts, with_input_scales
 
 CPU = torch.device("cpu")
 E8M0_BLOCKS = format_of(replace(FORMATS["fp8_block128"].encoding, scale_dtype="e8m0"))
-FORMS = ["bf16", "mxfp4", "nvfp4", "int4_g32", "int4_g128_zp", "fp8_tensor", "fp8_channel", "fp8_block128", E8M0_BLOCKS]
+FORMS = [
+    "bf16",
+    "mxfp4",
+    "nvfp4",
+    "int4_g32",
+    "int4_g128_zp",
+    "mxfp8",
+    "fp8_tensor",
+    "fp8_channel",
+    "fp8_block128",
+    E8M0_BLOCKS,
+]
 STACKING = [name for name, layout in LAYOUTS.items() if isinstance(layout, MatrixLayout) and layout.stacks]
 
 

@@ -24,7 +24,7 @@ _UNDER_WAY = 2
 
 _BLOCK_BYTES = 64 << 20
 """Size of the experts that are packed at once on a GPU, where each launch costs the host as long as a megabyte takes.
-Temporary memory is up to eight times as much."""
+Temporary memory is up to five times as much."""
 
 _IN_BLOCKS = ("cuda",)
 """Types of devices on which layouts pack several experts at once."""

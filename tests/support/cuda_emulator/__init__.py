@@ -33,6 +33,7 @@ FEW_ROWS = (W4A16_MMA, W4A16_MMA_ORDERED, W8A16_MMA)
 ROUNDING = (W8A8_MMA, W8A8_MMA_ORDERED, W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL)
 ARGS = {
     "slots": ("PlaceExpertsArgs", "FetchExpertsArgs"),
+    "bits": ("MoveBitsArgs",),
     "permute": ("PermutationArgs", "PermuteArgs"),
     "finalize": ("FinalizeArgs",),
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs", "QuantizeWholeRowsArgs"),

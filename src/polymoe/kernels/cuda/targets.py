@@ -9,7 +9,7 @@ from typing import Any
 from polymoe.kernels.cuda.pipelines import Budget, WeightFormat
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
-_AROUND = ("slots", "permute", "finalize", "quantize")
+_AROUND = ("slots", "permute", "finalize", "quantize", "bits")
 _CUBINS = Path(__file__).parent / "cubins"
 
 

@@ -1,18 +1,22 @@
-"""Helpers shared by the layouts of 4-bit weights: permute the bits of words, and split a packed matrix into tiles."""
+"""Shared by layouts that permute the bits of words: the words of a matrix in tiles of 16 rows, and their bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from polymoe.kernels.cuda.bits import copy_bits as launch_copy_bits
+from polymoe.kernels.cuda.bits import target_with_bits
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
+def move_bits(words: Tensor, positions: tuple[int, ...]) -> Tensor:
     """Move bit b of each little-endian 32-bit word to bit ``positions[b]``.
 
     Args:
@@ -22,11 +26,29 @@ def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
     Returns:
         uint8 of the same shape, in new memory.
     """
-    low, high = _tables(tuple(positions), words.device)
+    words = words.contiguous()
+    moved = torch.empty_like(words)
+    copy_bits(moved.view(-1, 2, 2), words.view(-1, 2, 2), positions)
+    return moved
+
+
+def copy_bits(to: Tensor, words: Tensor, positions: tuple[int, ...]) -> None:
+    """Copy words to other places, and move bit b of each to bit ``positions[b]``.
+
+    Args:
+        to, words: uint8 [..., 2, 2], the four bytes of each word: views of at most nine dimensions, with any strides.
+        positions: a permutation of 0 to 31.
+    """
+    target = target_with_bits(words.device)
+    if target is not None:
+        with torch.cuda.device(words.device):
+            launch_copy_bits(to, words, positions, target, torch.cuda.current_stream().cuda_stream)
+        return
+    low, high = _tables(positions, words.device)
     halves = words.contiguous().view(torch.uint16).view(-1, 2)
     moved = low.index_select(0, halves[:, 0].int())
     moved |= high.index_select(0, halves[:, 1].int())
-    return moved.view(torch.uint8).view(words.shape)
+    to.copy_(moved.view(torch.uint8).view(words.shape))
 
 
 @cache
@@ -49,32 +71,62 @@ def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
     return low, high
 
 
-def split_tiles(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Split a matrix that is packed in groups of four tiles of 16 rows. The last group may have fewer tiles.
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a matrix, and where their bytes lie in the packed one, which is cut into groups of four tiles of 16
+    rows; the last may have fewer tiles. Within a group the columns lie behind each other.
+
+    Attributes:
+        begin, end: the first byte of each row, and the first one behind the columns.
+        split: sizes into which these bytes are split.
+        order: of the dimensions group, tile, h (row g or g + 8), g and the split ones. The last two are the bytes of a
+            word.
+    """
+
+    begin: int
+    end: int
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def pack_words(codes_HNB: Tensor, columns: Sequence[Columns], positions: tuple[int, ...]) -> Tensor:
+    """Pack the codes of a matrix.
 
     Args:
-        packed: uint8, the whole matrix.
-        tiles: number of tiles of 16 rows in the matrix.
-        sizes: for each kind of block, in their order within a group: the number of blocks, and the bytes of a tile in
-            each block.
+        codes_HNB: uint8 [halves, N, bytes], of gate and up or of one projection. Rows g and g + 8 of a tile are the
+            same row of gate and up, or of one projection rows that are 8 apart.
+        columns: all columns.
+        positions: where the bits of each word go.
 
     Returns:
-        For each kind of block, uint8 [tiles, blocks, bytes].
+        uint8 of as many bytes, without dimensions.
     """
-    each = sum(blocks * size for blocks, size in sizes)
-    found = []
-    for piece, width in zip(packed.split([tiles // 4 * 4 * each, tiles % 4 * each]), (4, tiles % 4), strict=True):
-        if piece.numel():
-            flat = piece.view(-1, width * each).split([width * blocks * size for blocks, size in sizes], 1)
-            found.append(
-                [
-                    f.unflatten(1, (blocks, width, size)).transpose(1, 2).flatten(0, 1)
-                    for f, (blocks, size) in zip(flat, sizes, strict=True)
-                ]
-            )
-    return [join(parts) for parts in zip(*found, strict=True)]
+    packed = codes_HNB.new_empty(codes_HNB.numel())
+    for natural, places in _views(codes_HNB, packed, columns):
+        copy_bits(places, natural, positions)
+    return packed
 
 
-def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors. A single one is returned as it is, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def unpack_words(
+    packed: Tensor, shape: tuple[int, int, int], columns: Sequence[Columns], positions: tuple[int, ...]
+) -> Tensor:
+    """Return codes of ``shape`` [halves, N, bytes]: the inverse of :func:`pack_words`."""
+    codes_HNB = packed.new_empty(shape)
+    for natural, places in _views(codes_HNB, packed, columns):
+        copy_bits(natural, places, inverse(positions))
+    return codes_HNB
+
+
+def _views(codes_HNB: Tensor, packed: Tensor, columns: Sequence[Columns]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of the same words in a matrix and in the packed one, each [..., 2, 2]."""
+    gated, row_bytes = len(codes_HNB) == 2, codes_HNB.shape[2]
+    tiles = codes_HNB.unflatten(1, (-1, 8)).transpose(0, 1) if gated else codes_HNB[0].unflatten(0, (-1, 2, 8))
+    whole = len(tiles) // 4 * 4
+    for first, last in ((0, whole), (whole, len(tiles))):
+        for part in columns:
+            if first < last and part.begin < part.end:
+                groups = tiles[first:last, :, :, part.begin : part.end].unflatten(0, (-1, min(4, last - first)))
+                natural = groups.unflatten(4, part.split).permute(part.order)
+                places = packed.view(len(tiles), -1)[first:last].view(len(groups), -1)
+                rows = places.shape[1] // row_bytes
+                yield natural, places[:, rows * part.begin : rows * part.end].unflatten(1, natural.shape[1:])

@@ -261,22 +261,16 @@ def exchange_rows(rows: Tensor, inverse: bool = False) -> Tensor:
     return rows.unflatten(0, split).transpose(1, 2).flatten(0, 3)
 
 
-def as_taller(halves: Sequence[QuantTensor]) -> list[QuantTensor]:
-    """Return the matrices [N, K], or for those of n experts [n, N, K] one of [n * N, K], whose scales are of rows.
+def taller(part: Tensor) -> Tensor:
+    """Return a matrix [N, K] as it is, and those of n experts [n, N, K] as one of [n * N, K]."""
+    return part if part.dim() == 2 else wide(part)[0].flatten(0, 1).view(part.dtype)
 
-    There is no global scale of a taller one; that of the first expert stands for all.
-    """
 
-    def taller(q: QuantTensor) -> QuantTensor:
-        parts = {
-            name: wide(part)[0].flatten(0, 1).view(part.dtype)
-            for name, part in q.parts().items()
-            if name != "global_scale"
-        }
-        first = None if q.global_scale is None else q.global_scale[0]
-        return QuantTensor(encoding=q.encoding, global_scale=first, **parts)
-
-    return [q if q.codes.dim() == 2 else taller(q) for q in halves]
+def stacked(halves: Sequence[Tensor]) -> Tensor:
+    """Return gate and up, or one projection, each as :func:`taller` takes it, as [halves, N, K]."""
+    if len(halves) == 1:
+        return taller(halves[0])[None]
+    return torch.stack(wide(*halves)).view(halves[0].dtype).flatten(1, -2)
 
 
 def as_bytes(scales: Tensor | None) -> Tensor:

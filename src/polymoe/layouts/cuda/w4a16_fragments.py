@@ -44,14 +44,15 @@ import torch
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
+from polymoe.layouts.cuda.bits import Columns, inverse, move_bits, pack_words, unpack_words
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
     as_bytes,
-    as_taller,
     deinterleave_gate_up,
     interleave_gate_up,
+    stacked,
+    taller,
 )
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
@@ -147,17 +148,16 @@ class W4A16Fragments(MatrixLayout):
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes, scales and their rest, and the largest byte of a bounded scale."""
         encoding, experts = halves[0].encoding, halves[0].codes.shape[:-2]
-        halves = as_taller(halves)
-        codes_NB = interleave_gate_up([q.codes for q in halves])
-        parts = {"codes": pack_codes(codes_NB, encoding, self.cvt)}
+        codes_HNB = stacked([q.codes for q in halves])
+        parts = {"codes": pack_codes(codes_HNB, encoding, self.cvt)}
         if _has_rest(encoding):
-            stored = [_rounded(q) for q in halves]
-            scales_NGB = interleave_gate_up([scales for scales, _ in stored])
-            parts["rest"] = interleave_gate_up([rest for _, rest in stored]).flatten()
+            each = [_rounded(q) for q in halves]
+            scales_NGB = interleave_gate_up([scales for scales, _ in each])
+            parts["rest"] = interleave_gate_up([rest for _, rest in each]).flatten()
         else:
-            scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
+            scales_NGB = interleave_gate_up([as_bytes(taller(q.scales)) for q in halves if q.scales is not None])
         largest = None if self.scale_limit(encoding) is None else scales_NGB.reshape(*experts, -1).amax(-1)
-        parts["scales"] = pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2, self.cvt)
+        parts["scales"] = pack_scales(scales_NGB, encoding, codes_HNB.shape[2] * 2, self.cvt)
         return parts, largest
 
     def unpack_matrix(
@@ -165,17 +165,20 @@ class W4A16Fragments(MatrixLayout):
     ) -> list[dict[str, Tensor]]:
         """Return codes, scales and zero points of each projection."""
         rows *= len(parts["codes"])
-        codes_NB = unpack_codes(parts["codes"].flatten(), encoding, rows, columns, self.cvt)
+        codes_HNB = unpack_codes(parts["codes"].flatten(), encoding, (halves, rows // halves, columns // 2), self.cvt)
         scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns, self.cvt)
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        found = {"codes": codes_NB, "scales": scales_NB.contiguous().view(dtype)}
+        found = {"scales": scales_NB.contiguous().view(dtype)}
         if _has_rest(encoding):
             rest_NG = parts["rest"].view(rows, -1)
             found["scales"] = _exact(found["scales"], rest_NG, encoding)
             if encoding.zero_points:
                 found["zero_points"] = rest_NG >> _ROUNDED_BITS
         split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
-        return [{name: each[i].contiguous() for name, each in split.items()} for i in range(halves)]
+        return [
+            {"codes": codes_HNB[i], **{name: each[i].contiguous() for name, each in split.items()}}
+            for i in range(halves)
+        ]
 
 
 E8M0_LIMIT = ScaleLimit(E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}")
@@ -208,44 +211,26 @@ def _e4m3_codes(device: torch.device) -> Tensor:
     return e4m3_codes().to(device)
 
 
-def pack_codes(codes_NB: Tensor, encoding: Encoding, cvt: bool = False) -> Tensor:
-    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
-    rows, half_columns = codes_NB.shape
+def pack_codes(codes_HNB: Tensor, encoding: Encoding, cvt: bool = False) -> Tensor:
+    """Pack the codes of a matrix, uint8 [halves, N, K/2], in the order that the module describes."""
     if encoding.element == "int4":
-        codes_NB = sign_and_magnitude(codes_NB)
-    whole_rows, whole = rows // ROWS * ROWS, half_columns // (COLUMNS // 2) * (COLUMNS // 2)
-    found = []
-    for first, last in ((0, whole_rows), (whole_rows, rows)):
-        parts = []
-        for columns, order, words in (
-            (slice(0, whole), (0, 4, 1, 3, 7, 5, 6, 2), 4),
-            (slice(whole, half_columns), (0, 4, 1, 5, 3, 7, 6, 2), (half_columns - whole) // (TILE // 2)),
-        ):
-            part_NB = codes_NB[first:last, columns]
-            if part_NB.numel():
-                # group of rows, tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
-                tiles = min(ROWS, last - first) // TILE
-                x = part_NB.unflatten(0, (-1, tiles, 2, 8)).unflatten(4, (-1, words, 2, 4))
-                parts.append(move_bits(x.permute(order).flatten(6), _code_bits(encoding, cvt)).flatten(1))
-        if parts:
-            found.append(join(parts, 1).flatten())
-    return join(found)
+        codes_HNB = sign_and_magnitude(codes_HNB)
+    return pack_words(codes_HNB, _columns(codes_HNB.shape[2]), _code_bits(encoding, cvt))
 
 
-def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int, cvt: bool = False) -> Tensor:
-    """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
-    blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
-    whole, tail = split_tiles(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
-    back = inverse(_code_bits(encoding, cvt))
-    parts = []
-    if blocks:
-        x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
-        parts.append(x.permute(0, 6, 2, 1, 4, 5, 3).flatten(3).flatten(0, 2))
-    if rest:
-        x = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
-        parts.append(x.permute(0, 6, 3, 1, 2, 5, 4).flatten(3).flatten(0, 2))
-    codes_NB = join(parts, 1)
-    return from_sign_and_magnitude(codes_NB) if encoding.element == "int4" else codes_NB
+def unpack_codes(packed: Tensor, encoding: Encoding, shape: tuple[int, int, int], cvt: bool = False) -> Tensor:
+    """Return the codes, uint8 of ``shape`` [halves, N, K/2]: the inverse of :func:`pack_codes`."""
+    codes_HNB = unpack_words(packed, shape, _columns(shape[2]), _code_bits(encoding, cvt))
+    return from_sign_and_magnitude(codes_HNB) if encoding.element == "int4" else codes_HNB
+
+
+def _columns(row_bytes: int) -> tuple[Columns, Columns]:
+    """Return whole blocks, and the columns behind them: split into block, j (word), q (columns 0 or 8 on), t."""
+    whole = row_bytes // (COLUMNS // 2) * (COLUMNS // 2)
+    return (
+        Columns(0, whole, (-1, 4, 2, 4), (0, 4, 1, 3, 7, 5, 6, 2)),
+        Columns(whole, row_bytes, (1, -1, 2, 4), (0, 4, 1, 5, 3, 7, 6, 2)),
+    )
 
 
 _ROUNDED_BITS = 3
@@ -263,15 +248,16 @@ def _rounded(q: QuantTensor) -> tuple[Tensor, Tensor]:
         uint8 [N, groups, 2], or with zero points [N, 2 * groups, 2]; and uint8 [N, groups].
     """
     assert q.scales is not None
-    exact_NG = q.scales.float()
+    exact_NG = taller(q.scales).float()
     bits = exact_NG.contiguous().view(torch.int32)
     shift = 16 - _ROUNDED_BITS
     rest = bits >> shift & (1 << _ROUNDED_BITS) - 1
     # Halves are rounded up, so that the rest says whether this one was.
     values = [(bits + (1 << 15) >> 16).to(torch.int16).view(torch.bfloat16)]
     if q.zero_points is not None:
-        rest = rest | q.zero_points.int() << _ROUNDED_BITS
-        values.append(((7.5 - q.zero_points.float()) * exact_NG).bfloat16())
+        zero_points_NG = taller(q.zero_points)
+        rest = rest | zero_points_NG.int() << _ROUNDED_BITS
+        values.append(((7.5 - zero_points_NG.float()) * exact_NG).bfloat16())
     return as_bytes(torch.stack(values, 2).flatten(1)), rest.to(torch.uint8)
 
 

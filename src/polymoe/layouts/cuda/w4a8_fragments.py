@@ -35,21 +35,22 @@ import torch
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.layouts.cuda.bits import inverse, move_bits, split_tiles
+from polymoe.layouts.cuda.bits import Columns, pack_words, unpack_words
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
-    as_bytes,
     deinterleave_gate_up,
     interleave_gate_up,
+    stacked,
+    taller,
 )
 from polymoe.layouts.cuda.w4a16_fragments import (
     COLUMNS,
     ROWS,
-    TILE,
     from_sign_and_magnitude,
     sign_and_magnitude,
 )
+from polymoe.layouts.staging import wide
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
 
@@ -79,6 +80,7 @@ class W4A8Fragments(MatrixLayout):
     name: str = "w4a8_fragments"
     multiple: ClassVar[int] = COLUMNS
     group_rows: ClassVar[int] = ROWS
+    stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason unless weights are MXFP4, or INT4 with float16 or bfloat16 scales of 128 columns."""
@@ -103,14 +105,15 @@ class W4A8Fragments(MatrixLayout):
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes and scales, and of MXFP4 the largest step."""
-        codes_NB = interleave_gate_up([q.codes for q in halves])
-        if halves[0].encoding.element == "int4":
-            signed = not halves[0].encoding.zero_points
-            codes = pack_codes(sign_and_magnitude(codes_NB), SIGNED_BITS) if signed else pack_codes(codes_NB)
+        encoding, codes_HNB = halves[0].encoding, stacked([q.codes for q in halves])
+        stored = sign_and_magnitude(codes_HNB) if _is_signed(encoding) else codes_HNB
+        codes = pack_words(stored, _columns(codes_HNB.shape[2]), _code_bits(encoding))
+        if encoding.element == "int4":
             return {"codes": codes, "scales": _pack_int4_scales(halves)}, None
-        scales_NG = interleave_gate_up([as_bytes(q.scales) for q in halves]).squeeze(2)
-        scales, step = pack_scales(scales_NG, codes_NB)
-        return {"codes": pack_codes(codes_NB), "scales": scales}, step
+        scales_NG = interleave_gate_up([taller(q.scales).view(torch.uint8) for q in halves if q.scales is not None])
+        zeros_NG = interleave_gate_up(list(groups_of_zeros(codes_HNB)))
+        scales, step = pack_scales(scales_NG, zeros_NG, halves[0].codes.shape[:-2])
+        return {"codes": codes, "scales": scales}, step
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
@@ -118,21 +121,32 @@ class W4A8Fragments(MatrixLayout):
         """Return codes, scales and zero points of each projection. The scale of an MXFP4 group of zeros may differ from
         the original."""
         all_rows = rows * len(parts["codes"])
-        if encoding.element != "int4":
-            codes_NB = unpack_codes(parts["codes"].flatten(), all_rows, columns)
-            found = {"codes": codes_NB, "scales": unpack_scales(parts["scales"], rows, columns)}
-        else:
+        shape = halves, all_rows // halves, columns // 2
+        codes_HNB = unpack_words(parts["codes"].flatten(), shape, _columns(shape[2]), _code_bits(encoding))
+        if _is_signed(encoding):
+            codes_HNB = from_sign_and_magnitude(codes_HNB)
+        if encoding.element == "int4":
             found = _unpack_int4_scales(parts["scales"].flatten(), encoding, all_rows)
-            bits = BITS if encoding.zero_points else SIGNED_BITS
-            codes_NB = unpack_codes(parts["codes"].flatten(), all_rows, columns, bits)
-            found["codes"] = codes_NB if encoding.zero_points else from_sign_and_magnitude(codes_NB)
+        else:
+            found = {"scales": unpack_scales(parts["scales"], rows, columns)}
         split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
         made = [{name: each[i].contiguous() for name, each in split.items()} for i in range(halves)]
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        return [each | {"scales": each["scales"].view(dtype)} for each in made]
+        return [
+            each | {"codes": codes, "scales": each["scales"].view(dtype)}
+            for codes, each in zip(codes_HNB, made, strict=True)
+        ]
 
 
 _STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "some 2**{step} apart")
+
+
+def _is_signed(encoding: Encoding) -> bool:
+    return encoding.element == "int4" and not encoding.zero_points
+
+
+def _code_bits(encoding: Encoding) -> tuple[int, ...]:
+    return SIGNED_BITS if _is_signed(encoding) else BITS
 
 
 def _pack_int4_scales(halves: Sequence[QuantTensor]) -> Tensor:
@@ -140,8 +154,8 @@ def _pack_int4_scales(halves: Sequence[QuantTensor]) -> Tensor:
     each = []
     for q in halves:
         assert q.scales is not None
-        words = q.scales.float().contiguous().view(torch.int32)
-        each.append(words if q.zero_points is None else words | q.zero_points.int())
+        words = taller(q.scales).float().contiguous().view(torch.int32)
+        each.append(words if q.zero_points is None else words | taller(q.zero_points).int())
     words_NG = interleave_gate_up(each)
     x = torch.nn.functional.pad(words_NG, (0, 0, 0, -len(words_NG) % ROWS)).unflatten(0, (-1, 4, 2, 8))
     # group of rows, tile, h, g, group of columns
@@ -156,25 +170,9 @@ def _unpack_int4_scales(packed: Tensor, encoding: Encoding, rows: int) -> dict[s
     return {"scales": scales, **({"zero_points": (words_NG & 15).byte()} if encoding.zero_points else {})}
 
 
-def pack_codes(codes_NB: Tensor, bits: tuple[int, ...] = BITS) -> Tensor:
-    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
-    rows, whole = len(codes_NB), len(codes_NB) // ROWS * ROWS
-    found, pairs = [], codes_NB.contiguous().view(torch.int16)
-    for first, last in ((0, whole), (whole, rows)):
-        if first < last:
-            # group of rows, tile, h (row g or g + 8), g, block, 32 columns, half, t: two bytes each
-            x = pairs[first:last].unflatten(0, (-1, min(ROWS, last - first) // TILE, 2, 8))
-            x = x.unflatten(4, (-1, 2, 2, 4)).permute(0, 4, 1, 3, 7, 5, 2, 6).flatten()
-            found.append(move_bits(x.view(torch.uint8).view(-1, 4), bits).flatten())
-    return torch.cat(found)
-
-
-def unpack_codes(packed: Tensor, rows: int, columns: int, bits: tuple[int, ...] = BITS) -> Tensor:
-    """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
-    (whole,) = split_tiles(packed, rows // TILE, ((columns // COLUMNS, 512),))
-    x = move_bits(whole.view(*whole.shape[:2], 8, 4, 2, 2, 4), inverse(bits)).view(torch.int16)
-    # tile, block, g, t, 32 columns, h, half: two bytes each
-    return x.permute(0, 5, 2, 1, 4, 6, 3).flatten(3).flatten(0, 2).view(torch.uint8)
+def _columns(row_bytes: int) -> tuple[Columns]:
+    """Return all columns, split into block, 32 columns, half, t, byte."""
+    return (Columns(0, row_bytes, (-1, 2, 2, 4, 2), (0, 4, 1, 3, 7, 5, 2, 6, 8)),)
 
 
 def scale_bytes(rows: int, columns: int) -> int:
@@ -182,24 +180,36 @@ def scale_bytes(rows: int, columns: int) -> int:
     return round_up(rows, ROWS) * columns // _GROUP + rows
 
 
-def pack_scales(scales_NG: Tensor, codes_NB: Tensor) -> tuple[Tensor, Tensor]:
+def groups_of_zeros(codes: Tensor) -> Tensor:
+    """Return which groups of a matrix's codes, uint8 [..., K/2], are zeros of either sign: bool [..., G]."""
+    (words,) = wide(codes)
+    magnitudes = words & int.from_bytes(b"\x77" * words.itemsize, "little")
+    return magnitudes.unflatten(-1, (-1, _GROUP // 2 // words.itemsize)).amax(-1) == 0
+
+
+def pack_scales(scales_NG: Tensor, zeros_NG: Tensor, experts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Pack the E8M0 scales of a matrix, uint8 [N, G], in the order that the module describes.
 
+    Args:
+        scales_NG: the scales.
+        zeros_NG: which of them are of groups of zeros.
+        experts: [n] for the rows of n experts behind each other.
+
     Returns:
-        The packed bytes, and as a scalar tensor the largest step of a group that is not all zeros. A step above
+        The packed bytes; and, as a scalar or [n], the largest step of a group that is not all zeros. A step above
         :data:`MOST_STEP` is not recoverable from the packed bytes.
     """
-    zeros = (codes_NB & 0x77).unflatten(1, (-1, _GROUP // 2)).amax(2) == 0
     scales = scales_NG.short()
-    seen = scales.masked_fill(zeros, 0)
+    seen = scales.masked_fill(zeros_NG, 0)
     largest = seen.amax(1)
-    largest = torch.where(zeros.all(1), scales.amax(1), largest)
+    largest = torch.where(zeros_NG.all(1), scales.amax(1), largest)
     steps = largest[:, None] - scales
-    farthest = steps.masked_fill(zeros, 0).amax()
+    farthest = steps.masked_fill(zeros_NG, 0).reshape(*experts, -1).amax(-1)
     steps = (steps.clamp(0, MOST_STEP + 1) * 8).byte()
     x = torch.nn.functional.pad(steps, (0, 0, 0, -len(steps) % ROWS)).unflatten(0, (-1, 4, 2, 8)).unflatten(4, (-1, 2))
     # group of rows, tile, h, g, block, group of columns
-    return torch.cat([x.permute(0, 4, 3, 1, 5, 2).flatten(), largest.byte()]), farthest
+    parts = x.permute(0, 4, 3, 1, 5, 2), largest.byte()
+    return torch.cat([part.reshape(*experts, -1) for part in parts], -1).flatten(), farthest
 
 
 def unpack_scales(packed: Tensor, rows: int, columns: int) -> Tensor:

@@ -25,12 +25,14 @@ import torch
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
-from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
+from polymoe.layouts.cuda.bits import Columns, pack_words, unpack_words
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
     deinterleave_gate_up,
     interleave_gate_up,
+    stacked,
+    taller,
 )
 from polymoe.layouts.cuda.w4a16_fragments import E8M0_BIAS, E8M0_LIMIT, ROWS, TILE
 from polymoe.problem.scale_range import ScaleRange
@@ -48,8 +50,6 @@ _REGISTERS = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
 E4M3_BITS = tuple(bit + 16 * half for register in _REGISTERS for half in (0, 1) for bit in register)
 """Where the bits of four E4M3 codes lie in a word."""
 
-_ORDER = (0, 4, 1, 3, 7, 5, 6, 2, 8)
-
 
 @dataclass(frozen=True, slots=True)
 class W8A16Fragments(MatrixLayout):
@@ -59,6 +59,7 @@ class W8A16Fragments(MatrixLayout):
     name: str = "w8a16_fragments"
     multiple: ClassVar[int] = TILE
     group_rows: ClassVar[int] = ROWS
+    stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason for other elements or scales."""
@@ -82,52 +83,32 @@ class W8A16Fragments(MatrixLayout):
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes and scales, and the largest byte of a scale."""
-        codes_NK = interleave_gate_up([q.codes.view(torch.uint8) for q in halves])
-        scales_NG = interleave_gate_up([q.scales.view(torch.uint8) for q in halves if q.scales is not None])
+        codes_HNK = stacked([q.codes.view(torch.uint8) for q in halves])
+        scales_NG = interleave_gate_up([taller(q.scales).view(torch.uint8) for q in halves if q.scales is not None])
         padded = torch.nn.functional.pad(scales_NG, (0, 0, 0, -len(scales_NG) % ROWS))
         # group of rows, block, g, tile, h (row g or g + 8)
         scales = padded.unflatten(0, (-1, 4, 2, 8)).permute(0, 4, 3, 1, 2) + E8M0_BIAS
-        return {"codes": pack_codes(codes_NK), "scales": scales.flatten()}, scales_NG.max()
+        largest = scales_NG.reshape(*halves[0].codes.shape[:-2], -1).amax(-1)
+        return {
+            "codes": pack_words(codes_HNK, _columns(codes_HNK.shape[2]), E4M3_BITS),
+            "scales": scales.flatten(),
+        }, largest
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
         """Return codes and scales of each projection."""
         rows *= len(parts["codes"])
-        codes_NK = unpack_codes(parts["codes"].flatten(), rows, columns)
+        shape = halves, rows // halves, columns
+        codes_HNK = unpack_words(parts["codes"].flatten(), shape, _columns(columns), E4M3_BITS)
         scales = parts["scales"].flatten().view(-1, ceil_div(columns, BLOCK), 8, 4, 2) - E8M0_BIAS
-        scales_NG = scales.permute(0, 3, 4, 2, 1).flatten(0, 3)[:rows]
-        dtypes = {"codes": CODE_DTYPES[encoding.element], "scales": SCALE_DTYPES["e8m0"]}
-        found = {"codes": codes_NK, "scales": scales_NG}
-        split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
-        return [{n: each[i].contiguous().view(dtypes[n]) for n, each in split.items()} for i in range(halves)]
+        scales_NG = scales.permute(0, 3, 4, 2, 1).flatten(0, 3)[:rows].view(SCALE_DTYPES["e8m0"])
+        each = zip(codes_HNK.view(CODE_DTYPES[encoding.element]), deinterleave_gate_up(scales_NG, halves), strict=True)
+        return [{"codes": codes, "scales": scales.contiguous()} for codes, scales in each]
 
 
-def pack_codes(codes_NK: Tensor) -> Tensor:
-    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K] to [N * K]."""
-    rows, columns = codes_NK.shape
-    whole_rows, whole = rows // ROWS * ROWS, columns // BLOCK * BLOCK
-    found = []
-    for first, last in ((0, whole_rows), (whole_rows, rows)):
-        parts = []
-        for part_NK, steps in ((codes_NK[first:last, :whole], 2), (codes_NK[first:last, whole:], 1)):
-            if part_NK.numel():
-                # group of rows, tile, h (row g or g + 8), g, block, j (16 columns), q (columns 0 or 8 on), t, column
-                x = part_NK.unflatten(0, (-1, min(ROWS, last - first) // TILE, 2, 8))
-                x = x.unflatten(4, (-1, steps, 2, 4, 2)).permute(_ORDER)
-                parts.append(move_bits(x.flatten(7), E4M3_BITS).flatten(1))
-        if parts:
-            found.append(join(parts, 1).flatten())
-    return join(found)
-
-
-def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the codes, uint8 [rows, columns]: the inverse of :func:`pack_codes`."""
-    sizes = ((columns // BLOCK, 512), (columns % BLOCK // TILE, 256))
-    parts = []
-    for part, steps in zip(split_tiles(packed, rows // TILE, sizes), (2, 1), strict=True):
-        if part.numel():
-            x = move_bits(part.unflatten(2, (8, 4, steps, 2, 4)), inverse(E4M3_BITS)).unflatten(6, (2, 2))
-            # tile, h, g, block, j, q, t, column
-            parts.append(x.permute(0, 6, 2, 1, 4, 5, 3, 7).flatten(3).flatten(0, 2))
-    return join(parts, 1)
+def _columns(row_bytes: int) -> tuple[Columns, Columns]:
+    """Return whole blocks, and 16 columns behind them: split into block, j (16 columns), q (columns 0 or 8 on), t,
+    column."""
+    whole, order = row_bytes // BLOCK * BLOCK, (0, 4, 1, 3, 7, 5, 6, 2, 8)
+    return Columns(0, whole, (-1, 2, 2, 4, 2), order), Columns(whole, row_bytes, (1, 1, 2, 4, 2), order)
