@@ -143,8 +143,8 @@ def test_importing_polymoe_is_light() -> None:
     heavy = ("torch", "triton", "transformers", "numpy", "rich", "typer", "safetensors")
     code = f"import sys, polymoe; print([m for m in {heavy!r} if m in sys.modules])"
     assert _python(code) == "[]"
-    # Processor time, which other programs on this machine hardly change, and the least of five all the less.
-    seconds = {code: min(_processor_seconds(code) for _ in range(5)) for code in ("import polymoe", "pass")}
+    # Processor time, which other programs on this machine hardly change, and the least of three all the less.
+    seconds = {code: min(_processor_seconds(code) for _ in range(3)) for code in ("import polymoe", "pass")}
     assert seconds["import polymoe"] - seconds["pass"] < 0.15
 
 

@@ -18,7 +18,6 @@ NAMES = sorted(path.parent.name for path in MODELS.glob("sums-*/config.json"))
 UNQUANTIZED = {"sums-olmoe": "nvfp4", "sums-qwen3-next": "int4_g32"}
 """Models in 16 bit, and the format that ``polymoe run`` quantizes each to."""
 QUANTIZED = [name for name in NAMES if name not in UNQUANTIZED]
-QUICK = ("sums-gpt-oss-mxfp4", "sums-olmoe")
 MOST_BYTES, MOST_BYTES_TOGETHER = 4_000_000, 30_000_000
 
 
@@ -91,9 +90,7 @@ def test_chat_template_reduces_the_last_question(said, rendered):
     assert tokenizer.decode(ids) == rendered
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_polymoe_run_answers(
     name: str, heldout: list[dict[str, str]], cli: Callable[..., tuple[int, str, str]]
 ) -> None:

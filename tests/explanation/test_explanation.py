@@ -19,7 +19,7 @@ from polymoe.explanation import Ranks, fit_of
 from polymoe.machine import DEVICES
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
-SERVE = f": vllm serve {SUMS} --tensor-parallel-size {{}}"
+SERVE = f": vllm serve {SUMS} --tensor-parallel-size "
 CONTEXT = " (the model's longest context is 256)"
 
 
@@ -78,30 +78,22 @@ def test_whether_it_fits() -> None:
 @pytest.mark.parametrize(
     ("memory_bytes", "tp", "conclusion"),
     [
+        (2_600_000, 1, f"does not fit on small: weights need 2.6 MiB, one GPU has 2.5 MiB; 2 GPUs suffice{SERVE}2"),
         (
-            2_600_000,
-            1,
-            "does not fit on small: weights need 2.6 MiB, one GPU has 2.5 MiB; 2 GPUs suffice" + SERVE.format(2),
-        ),
-        (
-            2_600_000,
-            2,
+            2_600_000, 2,
             "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache, 4,280 tokens in 16 bits"
             + CONTEXT,
         ),
         (
-            1_000_000,
-            2,
-            "does not fit on 2 x small: weights need 1.3 MiB on each, one GPU has 976.6 KiB; 3 GPUs suffice"
-            + SERVE.format(3),
+            1_000_000, 2,
+            f"does not fit on 2 x small: weights need 1.3 MiB on each, one GPU has 976.6 KiB; 3 GPUs suffice{SERVE}3",
         ),
         (
-            1000,
-            1,
+            1000, 1,
             "does not fit on small: weights need 2.6 MiB, one GPU has 1000 B; no group of up to 64 GPUs suffices",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_small_device(memory_bytes: int, tp: int, conclusion: str) -> None:
     device = replace(DEVICES["h200"], name="small", memory_bytes=memory_bytes)
     assert polymoe.explain(SUMS, device=device, tp=tp).conclusion()[0] == conclusion
@@ -159,26 +151,14 @@ class TestWithoutFiles:
         ("name", "device", "tp", "start"),
         [
             (
-                "deepseek-ai/DeepSeek-V3",
-                "h200",
-                1,
+                "deepseek-ai/DeepSeek-V3", "h200", 1,
                 "does not fit on h200: weights need 641.0 GiB, one GPU has 140.4 GiB; 8 GPUs suffice: vllm serve",
             ),
             ("deepseek-ai/DeepSeek-V3", "h200", 8, "fits on 8 x h200: 80.1 GiB of weights leave 53.3 GiB on each for"),
-            (
-                "deepseek-ai/DeepSeek-V4-Flash",
-                "h200",
-                2,
-                "fits on 2 x h200: 75.3 GiB of weights leave 58.0 GiB on each",
-            ),
-            (
-                "Qwen/Qwen3-30B-A3B-FP8",
-                "RTX 5090",
-                1,
-                "fits on rtx5090: 29.9 GiB of weights leave 385.9 MiB for the KV",
-            ),
+            ("deepseek-ai/DeepSeek-V4-Flash", "h200", 2, "fits on 2 x h200: 75.3 GiB of weights leave 58.0 GiB on"),
+            ("Qwen/Qwen3-30B-A3B-FP8", "RTX 5090", 1, "fits on rtx5090: 29.9 GiB of weights leave 385.9 MiB for the"),
         ],
-    )
+    )  # fmt: skip
     def test_whether_known_models_fit(self, name: str, device: str, tp: int, start: str) -> None:
         assert polymoe.explain(name, device=device, tp=tp).conclusion()[0].startswith(start)
 

@@ -24,7 +24,7 @@ def case(**options: Any) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     **{format: case(format=format) for format in FORMATS},
     "one token": case(tokens=1),
-    "memory of its own": case(tokens=300, workspace=False, hidden=32, intermediate=32, split_k=2, block_m=64),
+    "memory of its own": case(tokens=40, workspace=False, hidden=32, intermediate=32, split_k=2, block_m=64),
     "zero points": case(zero_points=True),
     "bias, gpt-oss": case(bias=True, activation="gpt_oss"),
     "bias, split K": case(bias=True, split_k=2),

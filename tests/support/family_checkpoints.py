@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polymoe.engines.transformers import PackedExperts
 from polymoe.layer.experts import FusedExperts
-from support.configs import FP8_CHANNEL, FP8_PER_TOKEN, FP8_STATIC, compressed
+from support.configs import AWQ, FP8_CHANNEL, FP8_PER_TOKEN, FP8_STATIC, GLM_NVFP4, compressed
 
 MODELS = Path(families.__file__).parent
 Change = Callable[[dict[str, Any]], None]
@@ -53,32 +53,18 @@ def _kimi_k25(config: dict[str, Any]) -> None:
 
 
 GPTQ = {
-    "bits": 4,
-    "checkpoint_format": "gptq",
-    "desc_act": False,
-    "group_size": 128,
-    "quant_method": "gptq",
-    "sym": True,
-}
-AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
-NVFP4 = {
-    "group_size": 16,
-    "producer": {"name": "modelopt", "version": "0.39.0"},
-    "quant_algo": "NVFP4",
-    "quant_method": "modelopt",
-}
+    "bits": 4, "checkpoint_format": "gptq", "desc_act": False, "group_size": 128, "quant_method": "gptq", "sym": True,
+}  # fmt: skip
+GLM_IGNORE = ["lm_head", "model.layers.0*", "model.layers.*.self_attn*"]
 VARIANTS: dict[str, tuple[str, Change]] = {
     "glm-4 FP8 by channel": (
         "glm-4",
         _quantized(**compressed("float-quantized", FP8_CHANNEL, FP8_PER_TOKEN, ["lm_head", "re:.*mlp.gate$"])),
     ),
-    "glm-4 NVFP4 of ModelOpt": (
-        "glm-4",
-        _quantized(**NVFP4, ignore=["lm_head", "model.layers.0*", "model.layers.*.self_attn*"]),
-    ),
-    "qwen3 NVFP4 of ModelOpt": ("qwen3", _quantized(**NVFP4, ignore=["lm_head", "model.layers.*.mlp.gate"])),
+    "glm-4 NVFP4 of ModelOpt": ("glm-4", _quantized(**GLM_NVFP4 | {"ignore": GLM_IGNORE})),
+    "qwen3 NVFP4 of ModelOpt": ("qwen3", _quantized(**GLM_NVFP4 | {"ignore": ["lm_head", "model.layers.*.mlp.gate"]})),
     "qwen3 GPTQ": ("qwen3", _quantized(**GPTQ, modules_to_not_convert=["mlp.gate", "lm_head"])),
-    "qwen3 AWQ": ("qwen3", _quantized(**AWQ, modules_to_not_convert=["mlp.gate", "lm_head"])),
+    "qwen3 AWQ": ("qwen3", _quantized(**AWQ | {"modules_to_not_convert": ["mlp.gate", "lm_head"]})),
     "qwen3 FP8 in ragged blocks": (
         "qwen3",
         lambda config: config.update(hidden_size=192, moe_intermediate_size=160, head_dim=48),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,12 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=ids).logits
 
 
+@functools.cache
+def fresh(path: Path, format: str) -> Tensor:
+    """The logits of a model that is loaded anew."""
+    return logits(polymoe.load(path, experts=format, device="cpu")[0])
+
+
 QUICK = ("mxfp4", "nvfp4")  # of which one has global scales
 
 
@@ -72,13 +79,12 @@ QUICK = ("mxfp4", "nvfp4")  # of which one has global scales
 def test_answers_are_those_of_a_fresh_load(bf16: Path, trained: Path, format: str) -> None:
     """Three times, at the same addresses."""
     model, _ = polymoe.load(bf16, experts=format, device="cpu")
-    fresh = {path: logits(polymoe.load(path, experts=format, device="cpu")[0]) for path in (bf16, trained)}
-    assert not torch.equal(fresh[bf16], fresh[trained])
+    assert not torch.equal(fresh(bf16, format), fresh(trained, format))
     addresses = {name: tensor.data_ptr() for name, tensor in model.named_buffers() if ".packed_" in name}
     assert addresses
     for path in (trained, bf16, trained):
         polymoe.refit(model, tensors_of(path).items(), check=True)
-        assert torch.equal(logits(model), fresh[path])
+        assert torch.equal(logits(model), fresh(path, format))
     assert {n: t.data_ptr() for n, t in model.named_buffers() if ".packed_" in n} == addresses
 
 
@@ -94,7 +100,7 @@ def test_stacked_experts_as_transformers_names_them(bf16: Path, trained: Path) -
         tensors[f"{name}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
         tensors[f"{name}.down_proj"] = parts["down"]
     polymoe.refit(model, tensors.items())
-    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="mxfp4", device="cpu")[0]))
+    assert torch.equal(logits(model), fresh(trained, "mxfp4"))
 
 
 def test_gpt_oss_with_biases_and_alternating_rows() -> None:
@@ -181,7 +187,7 @@ def test_half_a_refit_is_named_and_unusable(
     with pytest.raises(PlanError, match="expected weights of one whole update, got a mixture"):
         logits(model)
     polymoe.refit(model, tensors_of(trained).items())
-    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="nvfp4", device="cpu")[0]))
+    assert torch.equal(logits(model), fresh(trained, "nvfp4"))
 
 
 def test_a_model_that_accelerate_offloads_is_refused_as_it_is(bf16: Path, trained: Path) -> None:
@@ -269,7 +275,7 @@ def test_one_refit_at_a_time(bf16: Path, trained: Path) -> None:
                     logits(model)
 
     polymoe.refit(model, interrupted())
-    assert torch.equal(logits(model), logits(polymoe.load(trained, experts="mxfp4", device="cpu")[0]))
+    assert torch.equal(logits(model), fresh(trained, "mxfp4"))
 
 
 def test_an_update_of_one_layer_does_not_end_a_refit_that_failed(bf16: Path, trained: Path) -> None:
