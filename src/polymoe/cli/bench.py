@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import typer
 from polymoe.cli.options import (
     MeasuredLayer,
     OnDevice,
+    Options,
     RecordOutput,
     backend_names,
     file_to_write,
@@ -20,64 +21,50 @@ from polymoe.cli.options import (
     option,
     token_counts,
 )
-from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
+from polymoe.cli.output import command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
     from polymoe.bench.measure import Bench, BenchRow
 
 
-@dataclass(frozen=True)
-class _Changes:
-    """What is measured."""
-
-    bias: bool | None = option(None, "With or without biases. Default: as in the model.", "--bias/--no-bias")
+class _Changes(Options, heading="What is measured"):
+    bias: bool | None = option(None, "With or without biases. Default: as in the model.")
     experts: int | None = option(None, "Number of experts, instead of the case's.", min=1)
     top_k: int | None = option(None, "Experts of each token, instead of the case's.", min=1)
     hidden: int | None = option(None, "Hidden size, instead of the case's.", min=1)
     intermediate: int | None = option(None, "Expert width, instead of the case's.", min=1)
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """What is measured."""
-
+class _Calls(Options, heading="What is measured"):
     tokens: tuple[int, ...] = option(
-        "1,4,16,64,256,1024,4096", "Token counts, separated by commas.", "--tokens", parse=token_counts
+        "1,4,16,64,256,1024,4096", "Token counts, separated by commas.", parse=token_counts
     )
     routing: str = option("uniform", "uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
     slots: int | None = option(
         None, "Time calls with all experts in host memory and so many slots on the GPU; one token by --misses.", min=1
     )
     misses: tuple[int, ...] | None = option(
-        None,
-        "With --slots: experts that a call has to copy, separated by commas. Default: 0,1,2,4.",
-        "--misses",
+        None, "With --slots: experts that a call has to copy, separated by commas. Default: 0,1,2,4.",
         parse=numbers(0, 999),
-    )
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class _Contenders(OnDevice):
-    """Device and backend."""
-
     backends: tuple[str, ...] | None = option(
         None, "Backends, separated by commas. Default: all that auto may choose, and a baseline.",
         "--backends", "--backend", parse=listed, complete=backend_names,
     )  # fmt: skip
     peers: tuple[str, ...] | None = option(
         None, "Other libraries to time as well, in the same process and with the same routings, separated by commas: "
-        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack, finegrained.", "--peers", parse=listed,
+        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack, finegrained.", parse=listed,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class _Output(RecordOutput):
-    """Output."""
-
-    energy: bool = option(False, "Also measure tokens per joule with the GPU's counter.", "--energy")
+    energy: bool = option(False, "Also measure tokens per joule with the GPU's counter.")
     profile: Path | None = option(
-        None, "Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.", "--profile", parse=file_to_write
+        None, "Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.", parse=file_to_write
     )
 
 
@@ -86,7 +73,7 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
 
     Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
-    layer.check(of_case=vars(changes))
+    layer.check(of_case=vars(changes), of_files={})
     if calls.misses is not None and calls.slots is None:
         raise typer.BadParameter("--misses needs --slots: without slots all experts lie on the GPU")
     of_backends = {"backends": contenders.backends, "peers": contenders.peers, "energy": output.energy or None,
@@ -134,7 +121,7 @@ def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: st
 
     machine, where = measured_on(device)
     meter = EnergyMeter(where) if output.energy else None
-    workload = layer.workload(where, vars(changes))
+    workload = layer.workload(where, of_case=vars(changes), of_files={})
     distribution, problem = parse_routing(calls.routing, workload.problem)
     return Bench(
         workload=replace(workload, problem=problem),
@@ -160,18 +147,15 @@ def _print(rows: list[BenchRow], title: str) -> None:
             )
             for r, row in measured
         ]  # fmt: skip
-        print_table(cells((*columns, *with_energy), lines, title))
+        print_table((*columns, *with_energy), lines, title)
     else:
-        console().print(title, highlight=False)
+        console().print(title)
     for row in rows:
         if row.record is None:
-            console().print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
-
-
-def _unmeasured(row: BenchRow) -> str:
-    count = "any number of" if row.tokens is None else row.tokens
-    version = f" {row.version}" if row.version else ""
-    return f"not measured: {row.backend}{version}, {count} tokens: {row.note}"
+            named = f"{row.backend} {row.version}" if row.version else row.backend
+            count = "any number of" if row.tokens is None else row.tokens
+            text = f"not measured: {named}, {count} tokens: {row.note}"
+            console().print(text, style="bold red" if row.wrong else None)
 
 
 def _plain(row: BenchRow) -> dict[str, Any]:

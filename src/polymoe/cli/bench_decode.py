@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polymoe.checkpoint.hub import require_name
 from polymoe.cli.options import (
     CheckpointName,
     Computing,
-    QuantizedExperts,
+    Options,
     RecordOutput,
     listed,
     option,
-    require_checkpoint,
     token_counts,
 )
-from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
+from polymoe.cli.output import command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
     from polymoe.bench.decode import Contender
     from polymoe.bench.model_records import Failed, ModelRecord
@@ -40,13 +39,8 @@ def _contenders(text: str, option: str) -> tuple[str, ...]:
     return tuple(sorted(wanted, key=lambda name: name != "packed"))
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What is measured."""
-
-    batch_size: tuple[int, ...] = option(
-        "1,16", "Sequences decoded together, separated by commas.", "--batch-size", parse=token_counts
-    )
+class _Steps(Options, heading="What is measured"):
+    batch_size: tuple[int, ...] = option("1,16", "Sequences decoded together, separated by commas.", parse=token_counts)
     prompt_len: int | None = option(
         None, "Number of tokens before the first timed step. Default: 512, or what fits.", min=1
     )
@@ -55,29 +49,21 @@ class _Steps:
         None, "Tokens of the timed prefill; 0 for none. Default: 8192, or the whole context.", min=0
     )
     repeats: int = option(5, "Number of measurements of steps and of the prefill.", min=1)
-    measure: tuple[str, ...] = option(
-        ",".join(_MEASURED), "What to measure, separated by commas.", "--measure", parse=_contenders
-    )
+    measure: tuple[str, ...] = option(",".join(_MEASURED), "What to measure, separated by commas.", parse=_contenders)
 
 
-@dataclass(frozen=True)
-class _Computing(QuantizedExperts, Computing):
-    """Device and backend."""
-
+class _Computing(Computing):
     expert_memory: str | None = option(
         None, "GPU memory for polymoe's experts: auto, 16GiB, or 32slots in each layer. Default: all lie on the GPU."
     )
     implementations: tuple[str, ...] = option(
-        "grouped_mm,batched_mm", "Implementations of Transformers' own experts; the fastest counts.",
-        "--implementations", parse=listed,
-    )  # fmt: skip
+        "grouped_mm,batched_mm", "Implementations of Transformers' own experts; the fastest counts.", parse=listed
+    )
     attention: str | None = option(None, "Attention implementation. Default: Transformers' own.")
     prefill_attention: str | None = option(
         None, "Attention of the timed prefill, such as flex_attention. Default: as --attention."
     )
-    graphs: bool | None = option(
-        None, "Replay compiled steps from a CUDA graph. Default: on a GPU.", "--graphs/--no-graphs"
-    )
+    graphs: bool | None = option(None, "Replay compiled steps from a CUDA graph. Default: on a GPU.")
 
 
 def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, output: RecordOutput) -> None:
@@ -87,7 +73,7 @@ def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, ou
     Logits are compared first; a model whose logits differ is not timed, and the exit code is 1. If Transformers
     cannot load the checkpoint packed, the reason is printed. Its kernels are never downloaded.
     """
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     from polymoe.bench.decode import ModelBench
     from polymoe.bench.model_records import ModelRecord
     from polymoe.bench.records import Stamp
@@ -97,7 +83,7 @@ def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, ou
     if computing.graphs and where.type != "cuda":
         raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
     append = output.appender()
-    prompt_len, prefill_len = _lengths(checkpoint, steps.prompt_len, steps.steps, steps.prefill_len)
+    prompt_len, prefill_len = _lengths(checkpoint, steps)
     bench = ModelBench(
         checkpoint="-".join(filter(None, (Path(checkpoint).name, computing.experts))),
         prompt_len=prompt_len,
@@ -172,23 +158,20 @@ def _print(rows: list[ModelRecord | Failed], title: str, *, json: bool) -> None:
             }
         )
     elif measured:
-        print_table(_table(measured, failed, title))
+        _print_table(measured, failed, title)
         for what, ratio in [pair for pairs in ratios.values() for pair in pairs]:
-            console().print(f"{what}: {ratio:.2f} x", highlight=False)
+            console().print(f"{what}: {ratio:.2f} x")
     for r in measured if not json else []:
         if r.misses is not None and r.hits is not None and r.copied_bytes is not None:
             counted = f"{r.hits:.2f} hits, {r.misses:.2f} misses, {format_bytes(round(r.copied_bytes))} copied"
-            console().print(f"{r.phase} at batch {r.batch}, each step in each layer: {counted}", highlight=False)
+            console().print(f"{r.phase} at batch {r.batch}, each step in each layer: {counted}")
     for row in failed:
         say(str(row))
 
 
-def _lengths(checkpoint: str, prompt_len: int | None, steps: int, prefill_len: int | None) -> tuple[int, int]:
+def _lengths(checkpoint: str, steps: _Steps) -> tuple[int, int]:
     """Tokens of the prompt and of the prefill: those that are given, else as many as the model's context has room for.
-
-    Raises:
-        ArgumentError: if they do not fit into it; before minutes of loading.
-    """
+    What does not fit into it is refused before minutes of loading."""
     from polymoe.bench.decode import COMPARED
     from polymoe.checkpoint import Checkpoint
     from polymoe.checkpoint.kv_cache import kv_cache
@@ -196,18 +179,18 @@ def _lengths(checkpoint: str, prompt_len: int | None, steps: int, prefill_len: i
     with Checkpoint.open(checkpoint) as opened:
         kv = kv_cache(opened.config)
     context = kv.max_tokens if kv is not None and kv.max_tokens is not None else 1 << 40
-    room, expected = context - max(steps, COMPARED), f"at most {context}, the model's context"
-    prompt_len = min(512, max(room, 1)) if prompt_len is None else prompt_len
-    prefill_len = min(8192, context) if prefill_len is None else prefill_len
-    if prompt_len > room:
-        got = f"{prompt_len} and {max(steps, COMPARED)} steps"
+    expected, count = f"at most {context}, the model's context", max(steps.steps, COMPARED)
+    prompt_len = min(512, max(context - count, 1)) if steps.prompt_len is None else steps.prompt_len
+    prefill_len = min(8192, context) if steps.prefill_len is None else steps.prefill_len
+    if prompt_len > context - count:
+        got = f"{prompt_len} and {count} steps"
         raise ArgumentError("--prompt-len", expected=expected, got=got, hint="choose fewer --steps or a shorter prompt")
     if prefill_len > context:
         raise ArgumentError("--prefill-len", expected=expected, got=str(prefill_len))
     return prompt_len, prefill_len
 
 
-def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:
+def _print_table(rows: list[ModelRecord], failed: list[Failed], title: str) -> None:
     columns = (
         "experts", "run by", "weights", "phase", "batch", "after", "median", "tokens/s", "floor", "share",
         "experts read", "logits",
@@ -223,7 +206,7 @@ def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:
     ]  # fmt: skip
     # The reasons follow below the table.
     missing = [(_shown(f), f.implementation, "", f.phase, f.batch, "", "not measured", *[""] * 5) for f in failed]
-    return cells(columns, [*lines, *missing], title)
+    print_table(columns, [*lines, *missing], title)
 
 
 def _shown(row: ModelRecord | Failed) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from polymoe.cli.options import RecordOutput, ServerAccess, json_object, numbers, option
-from polymoe.cli.output import cells, command_line, print_json, print_table, say
+from polymoe.cli.options import Options, RecordOutput, json_object, numbers, option
+from polymoe.cli.output import command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, MissingDependency, printable
 
@@ -26,34 +26,31 @@ if TYPE_CHECKING:
 _counts = numbers(1, 10**9)
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Load."""
-
-    batch_size: tuple[int, ...] = option(
-        "1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", "--batch-size", parse=_counts
-    )
-    input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_counts)
-    output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_counts)
-    warmup: bool = option(True, "Send a small batch before each row, without measuring it.", "--warmup/--no-warmup")
+class _Load(Options, heading="Load"):
+    batch_size: tuple[int, ...] = option("1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", parse=_counts)
+    input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", parse=_counts)
+    output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", parse=_counts)
+    warmup: bool = option(True, "Send a small batch before each row, without measuring it.")
     seed: int | None = option(None, "Seed of prompts. Default: random.")
 
 
-@dataclass(frozen=True)
-class _Access(ServerAccess):
-    """Server."""
-
-    chat: bool = option(False, "Use /v1/chat/completions instead of /v1/completions.", "--chat")
+class _Access(Options, heading="Server"):
+    server: str = option(
+        ..., "The server's URL, such as http://127.0.0.1:8000, with or without /v1.", "--server", "--base-url",
+        show_default=False,
+    )  # fmt: skip
+    model: str | None = option(None, "The model's name on the server. Default: its only model.")
+    api_key: str | None = option(
+        None, "The server's key, a bearer token.", envvar=["POLYMOE_API_KEY", "OPENAI_API_KEY"], show_default=False
+    )
+    chat: bool = option(False, "Use /v1/chat/completions instead of /v1/completions.")
     extra: dict[str, Any] | None = option(
         None, "Further fields of each request, as a JSON object.", "--extra-body", parse=json_object
     )
     timeout_s: float = option(600.0, "Longest silence of the server, in seconds.", "--timeout", min=1)
 
 
-@dataclass(frozen=True)
-class _Gpus:
-    """Costs and energy."""
-
+class _Gpus(Options, heading="Costs and energy"):
     gpu_price: float | None = option(None, "US dollars per hour for one GPU, for costs.", min=0)
     gpus: int = option(1, "GPUs that the server runs on.", min=1)
     gpu_ids: str | None = option(
@@ -61,10 +58,7 @@ class _Gpus:
     )
 
 
-@dataclass(frozen=True)
 class _Output(RecordOutput):
-    """Output."""
-
     label: str | None = option(None, "The server's name in tables. Default: its own name.")
 
 
@@ -140,7 +134,7 @@ def _report(found: list[ServingRecord], output: _Output) -> None:
     elif found:
         shown = report.columns(found)
         rows = zip(*(column for _, column in shown), strict=True)
-        print_table(cells([heading for heading, _ in shown], rows, report.title(found[0])))
+        print_table([heading for heading, _ in shown], rows, report.title(found[0]))
     for line in report.remarks(found):
         say(printable(line))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import Output, listed, option
-from polymoe.cli.output import cells, print_json, print_table, say
+from polymoe.cli.options import Options, Output, listed, option
+from polymoe.cli.output import print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError
 
@@ -25,14 +24,11 @@ def _slots(text: str, option: str) -> tuple[float, ...]:
     return tuple(int(part[:-1]) / 100 if part.endswith("%") else int(part) for part in found)
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """What is replayed."""
-
+class _Replayed(Options, heading="What is replayed"):
     trace: Path = option(..., "File that run or serve wrote with --record-routing.", show_default=False)
     slots: tuple[float, ...] = option(
         "25%,50%,75%", "Slots of each layer, as numbers or shares of its experts, separated by commas.",
-        "--slots", parse=_slots,
+        parse=_slots,
     )  # fmt: skip
     link: float | None = option(
         None, "Rate of the link from host memory, in GB/s. Default: what doctor --link has measured, or nominal rates.",
@@ -68,7 +64,7 @@ def command(replayed: _Replayed, output: Output) -> None:
         print_json({"model": trace.model, "layers": len(trace.layers), "links": links, "replays": rows})
         return
     columns = ("slots", "policy", "hits", "misses/token", *(f"ms/token, {name}" for name, _ in rates))
-    print_table(cells(columns, [_cells(row) for row in rows], title))
+    print_table(columns, [_cells(row) for row in rows], title)
     for text, row in {row["slots"]: row for row in rows}.items():
         if row["calls_not_counted"]:
             say(f"{text} slots: {row['calls_not_counted']} of {row['calls']} calls need more experts and do not count")

@@ -8,10 +8,10 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import CheckpointName, Placement, Sampling, option, require_checkpoint
+from polymoe.checkpoint.hub import require_name
+from polymoe.cli.options import CheckpointName, Options, Placement, Sampling, option
 from polymoe.cli.output import say, speed_line, terminal_text
 
 if TYPE_CHECKING:
@@ -27,21 +27,13 @@ A backslash at the end of a line continues the message on the next one."""
 _COMMAND = re.compile(r"/[A-Za-z?]+(?:[ \t].*)?\s*")
 
 
-@dataclass(frozen=True)
 class _Replies(Sampling):
-    """Answers."""
-
     system: str | None = option(None, "A system message.")
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Output."""
-
-    reasoning: bool | None = option(
-        None, "Show reasoning on stderr. Default: only on a terminal.", "--reasoning/--no-reasoning"
-    )
-    json: bool = option(False, "Print each reply as one line of JSON on stdout.", "--json")
+class _Output(Options, heading="Output"):
+    reasoning: bool | None = option(None, "Show reasoning on stderr. Default: only on a terminal.")
+    json: bool = option(False, "Print each reply as one line of JSON on stdout.")
 
 
 def command(checkpoint: CheckpointName, replies: _Replies, placement: Placement, output: _Output) -> None:
@@ -49,7 +41,7 @@ def command(checkpoint: CheckpointName, replies: _Replies, placement: Placement,
 
     Answers go to stdout, reasoning to stderr. Without a terminal each line of stdin is a message.
     """
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     interactive = sys.stdin.isatty()
     from polymoe.engines.transformers.chat import Chat
     from polymoe.engines.transformers.generator import Generator

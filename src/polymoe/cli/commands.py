@@ -37,11 +37,7 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options.
-
-        Raises:
-            BadParameter: for a wrong value; of choices, with the nearest one.
-        """
+        """Parse the options; the error for a wrong choice names the nearest one."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -51,11 +47,7 @@ class Command(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            PolymoeError: of the function, in the words of the command line.
-        """
+        """Call the function; its errors are in the words of the command line."""
         try:
             return super().invoke(ctx)
         except PolymoeError as error:
@@ -83,12 +75,8 @@ class Group(TyperGroup):
         first = args[0] if args else None
         if first in _COMPLETION and args[1:2] and args[1] in ("bash", "zsh", "fish", "powershell", "pwsh"):
             _COMPLETION[first](ctx, self.params[0], args[1])
-        if (
-            self.default is not None
-            and first is not None
-            and first not in (*self.commands, *ctx.help_option_names)
-            and first.startswith("-")
-        ):
+        option_first = first is not None and first.startswith("-") and first not in ctx.help_option_names
+        if self.default is not None and option_first:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
@@ -123,14 +111,7 @@ def _in_few_words(record: tuple[str, str], name: str) -> tuple[str, str]:
     return option, text
 
 
-def add(
-    to: typer.Typer,
-    name: str,
-    short: str,
-    function: Callable[..., Any],
-    *examples: str,
-    cls: type[TyperCommand] = Command,
-) -> None:
+def add(to: typer.Typer, name: str, short: str, function: Callable[..., Any], *examples: str) -> None:
     """Add a command to a group.
 
     Args:
@@ -139,12 +120,9 @@ def add(
         short: what it does, for the list of commands: one sentence that fits beside the name into 80 columns.
         function: does it; its docstring is the help.
         examples: command lines for the help.
-        cls: the command's class.
     """
-    lines = "\n".join(f"  $ {example}" for example in examples)
-    to.command(name, cls=cls, short_help=short, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(
-        flat(function)
-    )
+    epilog = "\n".join(("\b", "Examples:", *(f"  $ {example}" for example in examples)))
+    to.command(name, cls=Command, short_help=short, epilog=epilog, context_settings=_CONTEXT)(flat(function))
 
 
 _VALUE = r"""("[^"]*"|'[^']*'|\.\.\.|[\w:.-]*\w)"""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from polymoe.cli.options import Output, option
+from polymoe.cli.options import Options, Output, option
 from polymoe.cli.output import print_json, say
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What is measured."""
-
+class _Measured(Options, heading="What is measured"):
     link: bool = option(
-        False, "Instead, measure how fast this GPU gets experts from host memory (--expert-memory). explain uses it.",
-        "--link",
-    )  # fmt: skip
+        False, "Instead, measure how fast this GPU gets experts from host memory (--expert-memory). explain uses it."
+    )
 
 
 def command(measured: _Measured, output: Output) -> None:

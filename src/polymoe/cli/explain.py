@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polymoe.cli.options import (
     ActivationsName,
     Invariance,
+    Options,
     Output,
     Planned,
     QuantizedExperts,
@@ -16,45 +16,29 @@ from polymoe.cli.options import (
     gpus,
     option,
 )
-from polymoe.cli.output import cells, console, print_json, print_table
+from polymoe.cli.output import console, print_json, print_table
 from polymoe.common.lazy_torch import postpone_torch
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from polymoe.explanation import Explanation, Row
     from polymoe.explanation.offload import Offload
 
 
-@dataclass(frozen=True)
 class _Where(QuantizedExperts):
-    """Device and backend."""
-
     device: str | None = option(
-        None,
-        "Any GPU, not only yours: h200, 'RTX 5090', sm_120; or cpu. Default: this machine's.",
-        complete=gpus,
+        None, "Any GPU, not only yours: h200, 'RTX 5090', sm_120; or cpu. Default: this machine's.", complete=gpus
     )
     activations: Literal["auto", ActivationsName] = option(
         "auto", "How the experts' inputs are quantized; auto follows the checkpoint's recipe on a GPU."
     )
-
-
-@dataclass(frozen=True)
-class _Offload:
-    """Device and backend."""
-
     expert_memory: str | None = option(
         None, "With all experts in host memory: GPU memory for some of them: auto, 16GiB, or 32slots in each layer."
     )
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """Parallel ranks."""
-
+class _Ranks(Options, heading="Parallel ranks"):
     tp: int = option(1, "Tensor parallel size.", "--tp", "--tensor-parallel-size", min=1)
     tp_rank: int = option(0, "Tensor parallel rank.", min=0)
     dp: int = option(1, "Data parallel size.", "--dp", "--data-parallel-size", min=1)
@@ -62,23 +46,17 @@ class _Ranks:
     ep_rank: int = option(0, "Expert parallel rank.", min=0)
 
 
-@dataclass(frozen=True)
-class _InEngine:
-    """Engines."""
-
+class _InEngine(Options, heading="Engines"):
     engine: Literal["vllm", "sglang"] | None = option(
         None, "Show what the plug-in of this engine would do; the engine need not be installed."
     )
-    enable_expert_parallel: bool = option(
-        False, "With --engine: --tp ranks each get whole experts.", "--enable-expert-parallel"
-    )
+    enable_expert_parallel: bool = option(False, "With --engine: --tp ranks each get whole experts.")
 
 
 def command(
     checkpoint: Annotated[str, checkpoint_argument("A checkpoint's directory, a config.json, or a Hub id.")],
     where: _Where,
     planned: Planned,
-    offload: _Offload,
     ranks: _Ranks,
     invariance: Invariance,
     engine: _InEngine,
@@ -98,12 +76,12 @@ def command(
         "ep": (ranks.ep_rank, ranks.ep),
         "dp": ranks.dp,
     }
+    expert_memory = asked.pop("expert_memory")
     if engine.engine is not None:
         if asked.pop("experts") is not None:
-            raise ArgumentError(
-                "experts", expected="no --engine", got="both", hint="an engine runs experts as they are stored"
-            )
-        if offload.expert_memory is not None:
+            hint = "an engine runs experts as they are stored"
+            raise ArgumentError("experts", expected="no --engine", got="both", hint=hint)
+        if expert_memory is not None:
             hint = "vLLM's plug-in takes POLYMOE_EXPERT_MEMORY=16GiB, and SGLang has --enable-paged-experts"
             raise ArgumentError("expert_memory", expected="no --engine", got="both", hint=hint)
         from polymoe.cli.explain_engine import explain_engine
@@ -111,21 +89,20 @@ def command(
         explain_engine(checkpoint, **vars(engine), **asked, json=output.json)
         return
     if engine.enable_expert_parallel:
-        raise ArgumentError(
-            "enable_expert_parallel", expected="--engine as well", got="none", hint="without an engine, use --ep"
-        )
+        hint = "without an engine, use --ep"
+        raise ArgumentError("enable_expert_parallel", expected="--engine as well", got="none", hint=hint)
     postpone_torch()
     from polymoe.explanation import explain
 
     explanation = explain(checkpoint, **asked)
     found = None
-    if offload.expert_memory is not None:
+    if expert_memory is not None:
         from polymoe.explanation.offload import offload_of
 
         if explanation.device.kind != "cuda":
             hint = "name one with --device, such as rtx4090; on a CPU all experts are in host memory anyway"
             raise ArgumentError("expert_memory", expected="a GPU", got=str(explanation.device), hint=hint)
-        found = offload_of(explanation, offload.expert_memory)
+        found = offload_of(explanation, expert_memory)
     if output.json:
         print_json(explanation.to_dict() | ({"offload": found.to_dict()} if found else {}))
     else:
@@ -139,26 +116,26 @@ def _print(explanation: Explanation, offload: Offload | None) -> None:
     rest = f": {explanation.model_type}, on {explanation.where}"
     out.print(Text.assemble((printable(explanation.name), "bold"), rest))
     for line in explanation.conclusion():
-        out.print(line, highlight=False)
+        out.print(line)
     if offload is not None:
-        out.print(offload.line(), highlight=False)
-        print_table(_hits(offload))
+        out.print(offload.line())
+        _print_hits(offload)
     elif explanation.fit.fits is False and explanation.fit.ranks.gpus == 1 and not explanation.device.unified_memory:
-        out.print("--expert-memory auto keeps experts in host memory: slots and tokens/s on this GPU", highlight=False)
+        out.print("--expert-memory auto keeps experts in host memory: slots and tokens/s on this GPU")
     for row in explanation.rows:
         sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
-        out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
+        out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}")
     if explanation.times:
-        print_table(_times(explanation))
+        _print_times(explanation)
     for row in explanation.rows:
         if row.selection.plan:
-            print_table(_ranges(row))
-        print_table(_candidates(row))
+            _print_ranges(row)
+        _print_candidates(row)
     for note in explanation.notes:
-        out.print(f"note: {note}", highlight=False)
+        out.print(f"note: {note}")
 
 
-def _hits(offload: Offload) -> Table:
+def _print_hits(offload: Offload) -> None:
     from polymoe.explanation.offload import HIT_RATES
 
     columns = ("experts of a token in slots", *(link for link, _ in offload.links))
@@ -166,10 +143,10 @@ def _hits(offload: Offload) -> Table:
         (f"{hits:.0%}", *(f"{offload.tokens_per_second(hits, rate):.1f}" for _, rate in offload.links))
         for hits in HIT_RATES
     ]
-    return cells(columns, rows, "predicted tokens/s of one sequence, by the link to host memory")
+    print_table(columns, rows, "predicted tokens/s of one sequence, by the link to host memory")
 
 
-def _times(explanation: Explanation) -> Table:
+def _print_times(explanation: Explanation) -> None:
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
     rest = ("all other weights", "total, at least", "tokens/s, at most") if known else ()
@@ -182,10 +159,10 @@ def _times(explanation: Explanation) -> Table:
         elif known:
             row += ["prefill: not predicted"] * len(rest)
         rows.append(row)
-    return cells(("tokens", f"experts of {layers} layers", *rest), rows, title)
+    print_table(("tokens", f"experts of {layers} layers", *rest), rows, title)
 
 
-def _ranges(row: Row) -> Table:
+def _print_ranges(row: Row) -> None:
     from polymoe.backends.base import inputs_of
 
     title = f"layers {format_ranges(row.layers)}: plan, with layout {row.selection.require().layout}"
@@ -202,10 +179,10 @@ def _ranges(row: Row) -> Table:
         named = (family or "of one kind",) if kernels else ()
         proven = (found.proven,) if proofs else ()
         rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, *proven))
-    return cells(("tokens", "backend", *kernels, "time of one layer", "floor", "time is", *proofs), rows, title)
+    print_table(("tokens", "backend", *kernels, "time of one layer", "floor", "time is", *proofs), rows, title)
 
 
-def _candidates(row: Row) -> Table:
+def _print_candidates(row: Row) -> None:
     from polymoe.planning.selection import describe
     from polymoe.problem.verdict import Accepted
 
@@ -219,4 +196,4 @@ def _candidates(row: Row) -> Table:
         proven = (c.proven(selection.machine.device) or "refused",) if on_gpu else ()
         rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "refused", *proven))
     columns = ("backend", "verdict", "time / floor", *(("kernels were",) if on_gpu else ()))
-    return cells(columns, rows, f"layers {format_ranges(row.layers)}: {what}")
+    print_table(columns, rows, f"layers {format_ranges(row.layers)}: {what}")

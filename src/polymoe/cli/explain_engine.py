@@ -81,12 +81,12 @@ def explain_engine(
     role = f", role {request.role}" if request.role != "mixed" else ""
     out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}{role}")
     if machine.device.kind == "cuda":
-        out.print(fit.line() if fit else f"whether it fits is not known: {unknown}", highlight=False)
+        out.print(fit.line() if fit else f"whether it fits is not known: {unknown}")
     if off:
         out.print(f"POLYMOE=0: {about.name} runs all experts; without it:")
     for row in rows:
         for line in _lines(row, about):
-            out.print(line, highlight=False)
+            out.print(line)
 
 
 def _fit(checkpoint: Checkpoint, device: Device, ranks: Ranks) -> tuple[Fit | None, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import Output, gpus, option
-from polymoe.cli.output import cells, console, print_json, print_table
+from polymoe.cli.options import Options, Output, gpus, option
+from polymoe.cli.output import console, print_json, print_table
 from polymoe.common.lazy_torch import postpone_torch
 from polymoe.common.units import format_bytes, format_count
 
@@ -14,10 +13,7 @@ if TYPE_CHECKING:
     from polymoe.explanation.models import ModelOnGpu
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    """The GPU."""
-
+class _Gpu(Options, heading="The GPU"):
     device: str | None = option(
         None, "Any GPU, not only yours: rtx4090, 'RTX 5090', sm_120. Default: this machine's.", complete=gpus
     )
@@ -40,11 +36,10 @@ def command(gpu: _Gpu, output: Output) -> None:
     fitting = sum(one.fits for one in found)
     title = f"{fitting} of {len(found)} models fit on one {device.name} with {gpu.context:,} tokens of context"
     columns = ("model", "experts", "weights", "room for tokens", "tokens/s (limit)", "backend")
-    print_table(cells((*columns, "kernels were"), [_cells(one) for one in found], title))
+    print_table((*columns, "kernels were"), [_cells(one) for one in found], title)
     console().print(
         "tokens/s of one request at most: predicted or measured time of the experts, and the least time for all other "
-        "weights; in brackets what the GPU's bandwidth allows",
-        highlight=False,
+        "weights; in brackets what the GPU's bandwidth allows"
     )
 
 

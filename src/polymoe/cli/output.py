@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -15,7 +16,6 @@ from polymoe.errors import ArgumentError, PolymoeError, printable
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from rich.table import Table
 
     from polymoe.machine import Machine
 
@@ -25,45 +25,34 @@ def console() -> Console:
     from rich.console import Console
 
     # No markup: names of files and models may have brackets.
+    plain = functools.partial(Console, markup=False, highlight=False)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
-        return Console(markup=False)  # as wide as it says
+        return plain()  # as wide as it says
     if sys.stdout.isatty():
-        rest = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # 0 would print nothing
-        return Console(markup=False, _environ=rest)
-    return Console(markup=False, width=160, soft_wrap=True)  # a pipe has no width: do not wrap tables at 80 columns
+        return plain(_environ={name: value for name, value in os.environ.items() if name != "COLUMNS"})  # it may be 0
+    return plain(width=160, soft_wrap=True)  # a pipe has no width: do not wrap tables at 80 columns
 
 
-def print_table(table: Table) -> None:
-    """Print a table on stdout. Nothing is cut: where a terminal is too narrow for it, lines between columns are left
-    out, and where it still is, words are broken."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+    """Print a table of values on stdout, each as text; of None, an empty cell.
+
+    Nothing is cut: where a terminal is too narrow for it, lines between columns are left out, and where it still is,
+    words are broken.
+    """
     from rich import box
     from rich.measure import Measurement
-
-    out = console()
-    for column in table.columns:
-        column.overflow = "fold"
-    if Measurement.get(out, out.options.update(width=10_000), table).minimum > out.width:
-        table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
-    out.print(table)
-
-
-def cells(columns: Sequence[Any], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
-    """Return a table of rows of values, each as text; of None, an empty cell."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, title=title)
+    out, table = console(), Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else cell if isinstance(cell, Text) else str(cell) for cell in row))
-    return table
-
-
-def status() -> Console:
-    """Return the console for everything else: stderr."""
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False)
+    if Measurement.get(out, out.options.update(width=10_000), table).minimum > out.width:
+        table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
+    out.print(table)
 
 
 def say(text: str) -> None:
@@ -78,21 +67,17 @@ def terminal_text(text: str, stream: Any) -> str:
 
 def speed_line(speed: dict[str, Any]) -> str:
     """One line about time, tokens and experts, from :meth:`Generator.speed`'s values."""
-    # Nothing is packed if the checkpoint has its experts in 16 bit.
-    experts = (
-        f"{format_bytes(speed['packed_bytes'])} in layout {', '.join(speed['layouts'])}, "
-        f"{format_bytes(speed['dequantized_bytes'])} in 16 bits, backend {', '.join(speed['backends'])}"
-        if speed["packed_bytes"]
-        else "not quantized"
-    )
-    slots = ""
+    line = f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
+    line += f"on {speed['device']}; experts "
+    if speed["packed_bytes"]:
+        line += f"{format_bytes(speed['packed_bytes'])} in layout {', '.join(speed['layouts'])}, "
+        line += f"{format_bytes(speed['dequantized_bytes'])} in 16 bits, backend {', '.join(speed['backends'])}"
+    else:
+        line += "not quantized"
     if "slots" in speed:
         hits = speed["hits"] / max(speed["hits"] + speed["misses"], 1)
-        slots = f"; {speed['slots']} slots in each layer, {hits:.0%} hits, {format_bytes(speed['copied_bytes'])} copied"
-    return (
-        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
-        f"on {speed['device']}; experts {experts}{slots}"
-    )
+        line += f"; {speed['slots']} slots in each layer, {hits:.0%} hits, {format_bytes(speed['copied_bytes'])} copied"
+    return line
 
 
 def print_json(value: Any) -> None:

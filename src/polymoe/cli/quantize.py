@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polymoe.cli.options import CheckpointName, ExpertsFormat, OnDevice, Output, option, require_checkpoint
-from polymoe.cli.output import cells, measured_on, print_json, print_table, say
+from polymoe.checkpoint.hub import require_name
+from polymoe.cli.options import CheckpointName, ExpertsFormat, OnDevice, Options, Output, option
+from polymoe.cli.output import measured_on, print_json, print_table, say
 from polymoe.errors import PolymoeError
 
 if TYPE_CHECKING:
@@ -17,19 +17,15 @@ if TYPE_CHECKING:
     from polymoe.checkpoint.layer import StoredLayer
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What is written."""
-
-    format: ExpertsFormat = option(..., "Format of the experts.", "--format", show_default=False)
-    out: Path = option(..., "The directory to create.", "--out", show_default=False)
+class _Written(Options, heading="What is written"):
+    format: ExpertsFormat = option(..., "Format of the experts.", show_default=False)
+    out: Path = option(..., "The directory to create.", show_default=False)
     dialect: Literal["compressed-tensors", "modelopt", "gpt-oss", "deepseek"] | None = option(
         None, "How tensors are named and described. Default: as most engines read this format."
     )
     calibrate: Path | None = option(
-        None, "JSON lines with text, or prompt and answer: one pass of the model over them weighs errors by column.",
-        "--calibrate",
-    )  # fmt: skip
+        None, "JSON lines with text, or prompt and answer: one pass of the model over them weighs errors by column."
+    )
 
 
 def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, output: Output) -> None:
@@ -37,7 +33,7 @@ def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, outp
 
     A run that was killed continues. report.json in the new directory has the error of each layer and projection.
     """
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     from polymoe.checkpoint.calibration import Texts
     from polymoe.checkpoint.quantize import quantize_checkpoint
 
@@ -74,7 +70,7 @@ def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, outp
     columns = ("layer", "projection", "relative error", "worst expert", "its error", "weighted error")
     kept = slice(None) if written.calibrate else slice(-1)
     title = f"{written.out}: {report['format']}, {report['dialect']}"
-    print_table(cells(columns[kept], [row[kept] for row in rows], title))
+    print_table(columns[kept], [row[kept] for row in rows], title)
     if texts := report.get("calibration"):
         without = sum(row["experts_without_tokens"] for row in report["layers"])
         say(f"{texts['tokens']} tokens in {texts['texts']} texts; {without} experts were given too few of them")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.options import CheckpointName, Output, Placement, RecordedRouting, option, require_checkpoint
+from polymoe.checkpoint.hub import require_name
+from polymoe.cli.options import CheckpointName, Options, Output, Placement, RecordedRouting, option
 from polymoe.cli.output import print_json, say, speed_line, terminal_text
 from polymoe.errors import ArgumentError
 
@@ -17,19 +17,13 @@ if TYPE_CHECKING:
     from polymoe.engines.transformers.generator import Answer
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """Answers."""
-
+class _Answers(Options, heading="Answers"):
     max_tokens: int = option(256, "Maximum number of tokens in an answer.", "--max-tokens", "--max-new-tokens", min=1)
-    raw: bool = option(False, "Do not apply the chat template.", "--raw")
+    raw: bool = option(False, "Do not apply the chat template.")
     batch_size: int = option(32, "Number of prompts in a batch.", min=1)
 
 
-@dataclass(frozen=True)
 class _Placement(Placement):
-    """Device and backend."""
-
     graphs: bool = option(
         False,
         "Decode with CUDA graphs: faster, after a minute or more to compile each batch size.",
@@ -37,9 +31,8 @@ class _Placement(Placement):
     )
 
 
-@dataclass(frozen=True)
 class _Output(RecordedRouting, Output):
-    """Output."""
+    pass
 
 
 def command(
@@ -56,7 +49,7 @@ def command(
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
     if placement.graphs and output.record_routing is not None:
         raise typer.BadParameter("--record-routing sees no call that a CUDA graph replays: leave --graphs out")
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     prompts = list(prompt or []) or _from_stdin(checkpoint)
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 import typer
 
-from polymoe.cli.options import CheckpointName, Placement, RecordedRouting, Sampling, listed, option, require_checkpoint
+from polymoe.checkpoint.hub import require_name
+from polymoe.cli.options import CheckpointName, Options, Placement, RecordedRouting, Sampling, listed, option
 from polymoe.cli.output import say
 
 
-@dataclass(frozen=True)
-class _Address:
-    """Address."""
-
+class _Address(Options, heading="Address"):
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 picks a free one.", min=0, max=65535)
     api_key: str | None = option(
@@ -32,10 +29,7 @@ class _Address:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Limits."""
-
+class _Limits(Options, heading="Limits"):
     max_request_bytes: int = option(4 * 2**20, "Maximum size of a request; larger ones are refused with 413.", min=1)
     max_concurrent_requests: int = option(
         128, "Maximum number of requests that run or wait; more are refused with 429.", min=1
@@ -43,28 +37,20 @@ class _Limits:
     grace_s: float = option(2.0, "Seconds for which running answers may continue after SIGTERM.", "--grace", min=0)
 
 
-@dataclass(frozen=True)
-class _Batching:
-    """Batching."""
-
+class _Batching(Options, heading="Batching"):
     continuous_batching: bool | None = option(
-        None, "Let requests share forward passes (CUDA only). Default: where the model allows it.",
-        "--continuous-batching/--no-continuous-batching",
-    )  # fmt: skip
+        None, "Let requests share forward passes (CUDA only). Default: where the model allows it."
+    )
     graphs: bool | None = option(
-        None, "Replay small steps of continuous batching from CUDA graphs. Default: if the backend can be captured.",
-        "--graphs/--no-graphs",
-    )  # fmt: skip
+        None, "Replay small steps of continuous batching from CUDA graphs. Default: if the backend can be captured."
+    )
     cache_memory: float | None = option(
         None, "Share of free GPU memory for keys and values. Default: Transformers'.", min=0.01, max=0.95
     )
 
 
-@dataclass(frozen=True)
-class _Logs(RecordedRouting):
-    """Logs."""
-
-    access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
+class _Logs(RecordedRouting, heading="Logs"):
+    access_log: bool = option(True, "Log each request on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Minimum level of log lines.")
 
 
@@ -83,7 +69,7 @@ def command(
     if batching.graphs and logs.record_routing is not None:
         raise typer.BadParameter("--record-routing sees no call that a CUDA graph replays: leave --graphs out")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     from polymoe.serve import serve
     from polymoe.serve.logs import logging_to_stderr
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import MeasuredLayer, OnDevice, Output, backend_names, listed, option, token_counts
-from polymoe.cli.output import cells, command_line, measured_on, print_json, print_table, say
+from polymoe.cli.options import MeasuredLayer, OnDevice, Options, Output, backend_names, listed, option, token_counts
+from polymoe.cli.output import command_line, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
     from polymoe.backends import Backend
     from polymoe.bench.tune import Outcome
@@ -27,45 +25,32 @@ TOKENS = tuple(2**n for n in range(15))
 """Token counts that are tuned unless others are asked for."""
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """What is measured."""
-
+class _Ranks(Options, heading="What is measured"):
     tp: int | None = option(None, "Tensor parallel size.", min=1)
     ep: int | None = option(None, "Expert parallel size.", min=1)
     tokens: tuple[int, ...] = option(
-        ",".join(map(str, TOKENS)), "Token counts, separated by commas.", "--tokens",
-        parse=token_counts,
-    )  # fmt: skip
+        ",".join(map(str, TOKENS)), "Token counts, separated by commas.", parse=token_counts
+    )
 
 
-@dataclass(frozen=True)
 class _Computing(OnDevice):
-    """Device and backend."""
-
     backends: tuple[str, ...] | None = option(
         None, "Backends, separated by commas. Default: all that auto may choose.", "--backends", "--backend",
         parse=listed, complete=backend_names,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Limits."""
-
+class _Limits(Options, heading="Limits"):
     seconds: float = option(300, "Time limit in seconds; run again to continue.", min=1)
     memory: float | None = option(None, "Memory limit in GiB. Default: the free memory.", min=0.01)
     configs: int | None = option(None, "Maximum number of configurations per token count. Default: all.", min=1)
     jobs: int | None = option(
         None, "Processes that compile ahead of time. Default: all cores but one, at most 16.", min=0
     )
-    again: bool = option(False, "Also measure what the table already has for the installed versions.", "--again")
+    again: bool = option(False, "Also measure what the table already has for the installed versions.")
 
 
-@dataclass(frozen=True)
 class _Table(Output):
-    """Output."""
-
     out: Path | None = option(None, "Table to write. Default: your own, which is read at load.")
 
 
@@ -75,7 +60,8 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     Give a case or a checkpoint. Loading reads the table and never tunes. Ctrl-C keeps finished rows.
     """
     began = time.monotonic()
-    layer.check(of_files={"tp": ranks.tp, "ep": ranks.ep})
+    of_files = {"tp": ranks.tp, "ep": ranks.ep}
+    layer.check(of_case={}, of_files=of_files)
 
     from polymoe.bench.compile_ahead import CompileAhead
     from polymoe.bench.records import Stamp, check_writable
@@ -83,7 +69,7 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     from polymoe.planning.table_files import check_addable, user_file
 
     machine, where = measured_on(computing.device)
-    workload = layer.workload(where, tp=ranks.tp, ep=ranks.ep)
+    workload = layer.workload(where, of_case={}, of_files=of_files)
     problem = workload.problem
     chosen = _backends(computing.backends, problem, machine)
     if output.out is not None:
@@ -117,7 +103,7 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
         if output.json and found:
             print_json([_plain(outcome) for outcome in found])
         elif found:
-            print_table(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
+            _print(found, f"{workload.case}, {problem.spec.format}, {machine.device}")
 
 
 def _limited(gib: float | None, device: torch.device) -> int | None:
@@ -168,7 +154,7 @@ def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -
     return fitting
 
 
-def _table(found: list[Outcome], title: str) -> Table:
+def _print(found: list[Outcome], title: str) -> None:
     columns = ("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note")
     rows = [
         (
@@ -178,7 +164,7 @@ def _table(found: list[Outcome], title: str) -> Table:
         )
         for o in found
     ]  # fmt: skip
-    return cells(columns, rows, title)
+    print_table(columns, rows, title)
 
 
 def _short(config: Any) -> str:

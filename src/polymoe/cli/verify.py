@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from polymoe.cli.options import CheckpointName, OnDevice, OneBackend, Output, option, require_checkpoint, token_counts
-from polymoe.cli.output import cells, console, print_json, print_table, status
+from polymoe.checkpoint.hub import require_name
+from polymoe.cli.options import CheckpointName, OnDevice, OneBackend, Options, Output, option, token_counts
+from polymoe.cli.output import console, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_ranges
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from polymoe.planning.proof import RunLine
@@ -23,25 +22,18 @@ if TYPE_CHECKING:
 _COMPARED = {"oracle": "float64 oracle", "reference": "reference, inputs quantized"}
 
 
-@dataclass(frozen=True)
-class _Checks:
-    """What is verified."""
-
+class _Checks(Options, heading="What is verified"):
     layer: int | None = option(None, "Check only this layer. Default: every layer whose experts are in the files.")
     tokens: tuple[int, ...] = option(
-        "1,16,256", "Token counts to run and time, separated by commas.", "--tokens", parse=token_counts
+        "1,16,256", "Token counts to run and time, separated by commas.", parse=token_counts
     )
 
 
-@dataclass(frozen=True)
 class _Computing(OnDevice, OneBackend):
-    """Device and backend."""
+    pass
 
 
-@dataclass(frozen=True)
 class _Output(Output):
-    """Output."""
-
     out: Path | None = option(
         None, "Append what ran to this file, one JSON line a kernel family: the record of a GPU that was never tested."
     )
@@ -54,7 +46,7 @@ def command(checkpoint: CheckpointName, checks: _Checks, computing: _Computing, 
 
     The config and the experts of one layer are enough.
     """
-    require_checkpoint(checkpoint)
+    require_name(checkpoint)
     from polymoe.bench.records import append, check_writable
     from polymoe.verify import verify
 
@@ -64,17 +56,15 @@ def command(checkpoint: CheckpointName, checks: _Checks, computing: _Computing, 
     with Progress("verify") as progress:
         report = verify(checkpoint, **vars(checks), backend=computing.backend, device=device, progress=progress.update)
     if report.absent:
-        status().print(
-            f"note: not verified, because not in the files: layers {format_ranges(report.absent)}", highlight=False
-        )
+        say(f"note: not verified, because not in the files: layers {format_ranges(report.absent)}")
     if output.out is not None:
         for line in _ran(report, device):
             append(output.out, line)
     if output.json:
         print_json(report.to_dict())
     else:
-        print_table(_bytes(report))
-        print_table(_backends(report))
+        _print_bytes(report)
+        _print_backends(report)
         console().print("all good" if report.ok else "FAILED", style="bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(1)
@@ -104,44 +94,32 @@ def _ran(report: Report, device: str | None) -> list[RunLine]:
     ]  # fmt: skip
 
 
-def _bytes(report: Report) -> Table:
-    columns = (
-        "layer",
-        "format",
-        "experts",
-        "repacked byte for byte",
-        "read independently",
-        "reference, float64 oracle",
-    )
-    return cells(
-        columns,
-        [
-            (
-                row.layer, row.format, row.experts, _mark(row.repacked == row.experts, f"{row.repacked}"),
-                _mark(row.second_reading == row.experts, f"{row.second_reading}"), f"error {row.oracle_error:.1e}",
-            )
-            for row in report.layers
-        ],
-    )  # fmt: skip
+def _print_bytes(report: Report) -> None:
+    columns = ("layer", "format", "experts", "repacked byte for byte", "read independently")
+    rows = [
+        (
+            row.layer, row.format, row.experts, _mark(row.repacked == row.experts, f"{row.repacked}"),
+            _mark(row.second_reading == row.experts, f"{row.second_reading}"), f"error {row.oracle_error:.1e}",
+        )
+        for row in report.layers
+    ]  # fmt: skip
+    print_table((*columns, "reference, float64 oracle"), rows)
 
 
-def _backends(report: Report) -> Table:
+def _print_backends(report: Report) -> None:
     columns = ("layer", "backend", "tokens", "experts packed", "compared with", "error", "at most", "time")
-    return cells(
-        columns,
-        [
-            (row.layer, row.backend, "-", "-", "-", row.rejected, "", "")
-            if row.rejected
-            else (
-                row.layer, row.backend, row.tokens,
-                _mark(not row.differing, f"{row.differing} differ" if row.differing else "as read"),
-                _COMPARED[row.against], _mark(row.error <= row.tolerance, f"{row.error:.1e}"), f"{row.tolerance:.0e}",
-                f"{row.time_us / 1000:.2f} ms",
-            )
-            for row in report.backends
-        ],
-        f"on {report.device}",
-    )  # fmt: skip
+    rows = [
+        (row.layer, row.backend, "-", "-", "-", row.rejected, "", "")
+        if row.rejected
+        else (
+            row.layer, row.backend, row.tokens,
+            _mark(not row.differing, f"{row.differing} differ" if row.differing else "as read"),
+            _COMPARED[row.against], _mark(row.error <= row.tolerance, f"{row.error:.1e}"), f"{row.tolerance:.0e}",
+            f"{row.time_us / 1000:.2f} ms",
+        )
+        for row in report.backends
+    ]  # fmt: skip
+    print_table(columns, rows, f"on {report.device}")
 
 
 def _mark(good: bool, text: str) -> Text:
