@@ -92,8 +92,8 @@ class Plugin:
             lines = [
                 {
                     **dict(zip(("backend", "family", "format", "activations"), cell, strict=True)),
-                    "device": stamp.device, "test": test, "passed": passed, "torch": stamp.torch,
-                    "triton": stamp.triton, "commit": stamp.commit, "date": stamp.date(),
+                    **{name: value for name, value in stamp.fields().items() if name != "command"},
+                    "test": test, "passed": passed,
                 }
                 for cell in new
             ]  # fmt: skip

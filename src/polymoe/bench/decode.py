@@ -197,10 +197,9 @@ class ModelBench:
         timed = (lambda: decoder.prefill(prompts_BT)), (lambda: _run_steps(decoder, given_NB1[: self.steps]))
         timing = self._time(*timed, model.device)
         return self._record(
-            model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
-            timing=timing, count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read,
-            difference=difference, attention=model.config._attn_implementation, graphs=way != "plain",
-            **self._copied(model, *timed),
+            experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len, timing=timing,
+            count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read, difference=difference,
+            attention=model.config._attn_implementation, graphs=way != "plain", **self._copied(model, *timed),
         )  # fmt: skip
 
     def _copied(self, model: Any, before: Callable[[], Any], steps: Callable[[], Any]) -> dict[str, float]:
@@ -236,8 +235,8 @@ class ModelBench:
         finally:
             model.set_attn_implementation(own)
         return self._record(
-            model, experts, implementation, weight_bytes, phase="prefill", batch=1, tokens=self.prefill_len,
-            timing=timing, count=1, new=self.prefill_len, attention=attention, graphs=False,
+            experts, implementation, weight_bytes, phase="prefill", batch=1, tokens=self.prefill_len, timing=timing,
+            count=1, new=self.prefill_len, attention=attention, graphs=False,
         )  # fmt: skip
 
     def _tokens(self, model: Any, batch: int) -> tuple[Tensor, Tensor]:
@@ -264,7 +263,6 @@ class ModelBench:
 
     def _record(
         self,
-        model: Any,
         experts: str,
         implementation: str,
         weight_bytes: int,
@@ -294,14 +292,9 @@ class ModelBench:
             weight_bytes=weight_bytes,
             expert_memory=self._expert_memory,
             difference=None if difference is None else float(f"{difference:.3g}"),
-            device=self.stamp.device,
-            torch=self.stamp.torch,
             transformers=transformers.__version__,
-            triton=self.stamp.triton,
-            commit=self.stamp.commit,
-            date=self.stamp.date(),
-            command=self.stamp.command,
             bandwidth_tb_s=self.device.bandwidth / 1e12,
+            **self.stamp.fields(),
             **what,
         )
 

@@ -82,13 +82,8 @@ class Record:
             p75_us=round(timing.p75_us, 2),
             floor_us=round(floor_us, 2),
             share=round(floor_us / timing.median_us, 4),
-            device=stamp.device,
-            torch=stamp.torch,
-            triton=stamp.triton,
-            commit=stamp.commit,
-            date=stamp.date(),
-            command=stamp.command,
             bandwidth_tb_s=machine.device.bandwidth / 1e12,
+            **stamp.fields(),
             **fields,
         )
 
@@ -111,9 +106,9 @@ class Stamp:
         commit = commit or source()
         return cls(machine.device.name, torch.__version__, machine.packages.get("triton"), commit, command)
 
-    def date(self) -> str:
-        """The current time in UTC."""
-        return utc_now()
+    def fields(self) -> dict[str, Any]:
+        """What a record has of it, with the current time in UTC as ``date``."""
+        return {**asdict(self), "date": utc_now()}
 
 
 def utc_now() -> str:

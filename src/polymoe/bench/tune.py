@@ -26,7 +26,7 @@ from polymoe.backends.cost import ZIPF_EXPONENT
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, compared_call, draw_calls, reference_results
-from polymoe.bench.records import Stamp
+from polymoe.bench.records import Stamp, utc_now
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem, VerificationError
@@ -224,7 +224,7 @@ class Tune:
             triton=triton,
             driver=driver,
             polymoe=polymoe,
-            date=self.stamp.date(),
+            date=utc_now(),
             command=self.stamp.command,
         )
 

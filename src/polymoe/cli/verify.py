@@ -84,14 +84,12 @@ def _ran(report: Report, device: str | None) -> list[RunLine]:
         if not row.rejected:
             cell = (row.backend, row.family, row.format, row.activations)
             passed[cell] = passed.get(cell, True) and row.ok
-    versions = {"torch": stamp.torch, "triton": stamp.triton, "commit": stamp.commit, "date": stamp.date()}
+    stamped = stamp.fields()
+    test = stamped.pop("command")
     return [
-        RunLine(
-            backend=backend, family=family, format=format, activations=activations, device=stamp.device,
-            test=stamp.command, passed=ok, **versions,
-        )
+        RunLine(backend=backend, family=family, format=format, activations=activations, test=test, passed=ok, **stamped)
         for (backend, family, format, activations), ok in passed.items()
-    ]  # fmt: skip
+    ]
 
 
 def _print_bytes(report: Report) -> None:
