@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "nearest",
     "printable",
     "quoted",
+    "renamed",
 ]
 
 _LONGEST, _LONGEST_LINE = 80, 1000
@@ -113,6 +115,16 @@ class ServerError(PolymoeError, ConnectionError):
 
 class MissingDependency(PolymoeError, ImportError):
     """An optional package is needed and not installed; the hint names the extra that installs it."""
+
+
+@contextmanager
+def renamed(name: Callable[[str], str]) -> Iterator[None]:
+    """Around what may raise: errors get ``name(where)`` instead of where they are, as callers know it."""
+    try:
+        yield
+    except PolymoeError as error:
+        error.where = name(error.where)
+        raise
 
 
 def quoted(value: object) -> str:

@@ -352,11 +352,8 @@ def _copies_more_than_all(model: Any, implementation: str, tokens: int) -> bool:
     """Whether batched_mm would copy more experts than the layer has: it copies the experts of every token."""
     if implementation != "batched_mm":
         return False
-    return tokens * model.config.get_text_config().num_experts_per_tok > _experts_of(model)
-
-
-def _experts_of(model: Any) -> int:
-    return max((len(next(module.parameters())) for module in experts_modules(model)), default=0)
+    experts = max((len(next(module.parameters())) for module in experts_modules(model)), default=0)
+    return tokens * model.config.get_text_config().num_experts_per_tok > experts
 
 
 def _free() -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-_BACKENDS = ("backend", "implementation")  # fields of lines that name a backend
+_BACKENDS = {"backend", "implementation"}  # fields of lines that name a backend
 _RENAMED = {"hopper": "cuda"}
 """Backends that had another name when records were made, by that name."""
 
@@ -171,16 +171,13 @@ def read_lines(path: Path, build: Callable[[dict[str, Any]], _T], expected: str)
             values = parse_json(line)
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
-            named = {name: _current_name(str(values[name])) for name in _BACKENDS if name in values}
-            found.append(build({**values, **named}))
+            for name in _BACKENDS & values.keys():
+                values[name] = "+".join(_RENAMED.get(old, old) for old in str(values[name]).split("+"))
+            found.append(build(values))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             got = f"{line[:80].decode(errors='replace')}: {error}"
             raise ArgumentError(f"{path}, line {number}", expected=expected, got=got) from error
     return found
-
-
-def _current_name(names: str) -> str:
-    return "+".join(_RENAMED.get(name, name) for name in names.split("+"))
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

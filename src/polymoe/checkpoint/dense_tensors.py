@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.scheme import QuantizationConfig, Scheme
-from polymoe.errors import CheckpointError, FormatError
+from polymoe.errors import CheckpointError, FormatError, renamed
 from polymoe.formats import Encoding, QuantTensor
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class DenseMatrix:
             FormatError: if a tensor has a wrong dtype, shape or value.
         """
         dialect, encoding, headers = self._stored()
-        with self._named():
+        with renamed(self._full_name):
             tensors = {suffix: self.files.get(name) for suffix, name in self.names.items()}
             matrix = dialect.read(tensors, dialect.shape(headers), encoding)
         matrix.validate(self.module)
@@ -141,18 +140,13 @@ class DenseMatrix:
         """Return dialect and encoding according to the headers, and the headers by suffix."""
         headers = {suffix: self.files.header(name) for suffix, name in self.names.items()}
         configured, hint = (self.scheme.dialect, self.scheme.encoding) if self.scheme else ("plain", None)
-        with self._named():
+        with renamed(self._full_name):
             dialect, encoding = choose(headers, None, configured, hint)
         return dialect, encoding, headers
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Give errors of a dialect, which name a suffix, the tensor's full name."""
-        try:
-            yield
-        except (CheckpointError, FormatError) as error:
-            where = f"{self.module}.{error.where}" if error.where in SUFFIXES else f"{self.module}: {error.where}"
-            raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
+    def _full_name(self, where: str) -> str:
+        """The tensor that an error of a dialect is about: it names a suffix."""
+        return f"{self.module}.{where}" if where in SUFFIXES else f"{self.module}: {where}"
 
 
 class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):

@@ -25,11 +25,11 @@ def full_names(name: Callable[[str], str], module: str = "", expert: int | None 
     try:
         yield
     except (CheckpointError, FormatError) as error:
-        if error.where not in (*SUFFIXES, BIAS):
-            where = f"{module}: {error.where}" if isinstance(error, FormatError) and module else error.where
-        else:
-            where = name(error.where) + ("" if expert is None else f"[{expert}]")
-        raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
+        if error.where in (*SUFFIXES, BIAS):
+            error.where = name(error.where) + ("" if expert is None else f"[{expert}]")
+        elif isinstance(error, FormatError) and module:
+            error.where = f"{module}: {error.where}"
+        raise
 
 
 def present_tensors(

@@ -6,7 +6,7 @@ This module knows safetensors and the Hub, but no models or formats. Pickles are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +64,8 @@ class CheckpointFiles:
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, *, config_only: bool = False, **hub: Any) -> CheckpointFiles:
-        """Open the checkpoint in a directory, a config file alone, or a Hub repository (``org/name``).
-
-        Args:
-            path_or_hub_id: an existing path, else a Hub repository, which is downloaded to the usual cache.
-            config_only: read no tensors; of a Hub repository, fetch only the config files.
-            hub: of a Hub repository: ``revision`` (branch, tag or commit), ``cache_dir``, ``token``,
-                ``local_files_only``.
+        """Open the checkpoint in a directory, a config file alone, or a Hub repository. The arguments are those of
+        :meth:`polymoe.checkpoint.Checkpoint.open`.
 
         Raises:
             CheckpointNotFound: if the path or repository does not exist or has no ``config.json``.
@@ -265,7 +260,7 @@ def _check_all_shards(directory: Path, file: str, files: list[str]) -> None:
 
 
 def _refuse_pickles(directory: Path) -> None:
-    pickles = sorted(_pickles(directory))
+    pickles = sorted(f.name for pattern in PICKLES for f in directory.glob(pattern) if f.name not in OTHER_PICKLES)
     if pickles:
         raise CheckpointError(
             str(directory / pickles[0]),
@@ -273,8 +268,3 @@ def _refuse_pickles(directory: Path) -> None:
             got="a pickle, which can run any code when it is opened",
             hint="convert the checkpoint to safetensors",
         )
-
-
-def _pickles(directory: Path) -> Iterator[str]:
-    for pattern in PICKLES:
-        yield from (f.name for f in directory.glob(pattern) if f.name not in OTHER_PICKLES)

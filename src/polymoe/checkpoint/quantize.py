@@ -25,6 +25,7 @@ from torch import Tensor
 from polymoe.checkpoint.arrangement import Fused
 from polymoe.checkpoint.calibration import LEAST_TOKENS, Calibration, InputSquares
 from polymoe.checkpoint.config import parse_quantization
+from polymoe.checkpoint.dialects import headers_of
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.checkpoint.opener import read_bytes
@@ -339,8 +340,9 @@ class _Job:
 
     def _others(self, shard: Path, names: list[str]) -> dict[str, Any]:
         files = self.checkpoint.files
-        headers = {name: (files.header(name).dtype, list(files.header(name).shape)) for name in names}
-        with _ShardFile.create(shard, headers, lambda name: files.get(name).nbytes) as file:
+        headers = {name: files.header(name) for name in names}
+        sizes = {name: (h.dtype, list(h.shape), files.get(name).nbytes) for name, h in headers.items()}
+        with _ShardFile.create(shard, sizes) as file:
             for name in names:
                 file.write(name, files.get(name))
         return {"tensors": names, "bytes": file.total, "reports": []}
@@ -368,15 +370,15 @@ class _Job:
         first = quantized(0)
         sizes: dict[str, tuple[str, list[int], int]] = {}
         for e in [0] if fused else range(count):
-            for name, t in tensors(first, e).items():
-                lead = [count] if fused else []
-                sizes[name] = _NAMES[t.dtype], [*lead, *t.shape], t.nbytes * (count if fused else 1)
-        headers = {name: (dtype, shape) for name, (dtype, shape, _) in sizes.items()}
-        with _ShardFile.create(shard, headers, lambda name: sizes[name][2]) as file:
+            found = tensors(first, e)
+            for name, header in headers_of(found).items():
+                shape = [count, *header.shape] if fused else list(header.shape)
+                sizes[name] = header.dtype, shape, found[name].nbytes * (count if fused else 1)
+        with _ShardFile.create(shard, sizes) as file:
             for e in range(count):
                 for name, t in tensors(first if e == 0 else quantized(e), e).items():
                     file.write(name, t, e if fused else 0)
-        return {"tensors": list(headers), "bytes": file.total, "reports": [report.rows()]}
+        return {"tensors": list(sizes), "bytes": file.total, "reports": [report.rows()]}
 
 
 @dataclass(slots=True)
@@ -445,12 +447,6 @@ def _of_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json", *others))
 
 
-_NAMES = {
-    torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-}  # fmt: skip
-
-
 def _reserve(descriptor: int, size: int) -> None:
     """Reserve space, where the file system can."""
     reserve = getattr(os, "posix_fallocate", None)  # neither Windows nor macOS has it
@@ -473,17 +469,15 @@ class _ShardFile:
 
     @classmethod
     @contextmanager
-    def create(
-        cls, path: Path, headers: Mapping[str, tuple[str, list[int]]], nbytes: Callable[[str], int]
-    ) -> Iterator[_ShardFile]:
-        """A file that appears at ``path`` when it is complete. Its space is reserved at once, so that a full disk is
-        found before anything is computed."""
+    def create(cls, path: Path, tensors: Mapping[str, tuple[str, list[int], int]]) -> Iterator[_ShardFile]:
+        """A file of tensors, by dtype, shape and bytes, that appears at ``path`` when it is complete. Its space is
+        reserved at once, so that a full disk is found before anything is computed."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         places, end = {}, 0
         # Wide elements first, so that each tensor is aligned.
-        widths = {name: nbytes(name) // max(1, prod(shape)) for name, (_, shape) in headers.items()}
-        for name, (dtype, shape) in sorted(headers.items(), key=lambda item: -widths[item[0]]):
-            places[name], end = end, end + nbytes(name)
+        widths = {name: nbytes // max(1, prod(shape)) for name, (_, shape, nbytes) in tensors.items()}
+        for name, (dtype, shape, nbytes) in sorted(tensors.items(), key=lambda item: -widths[item[0]]):
+            places[name], end = end, end + nbytes
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [places[name], end]}
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)

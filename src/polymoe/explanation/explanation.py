@@ -164,11 +164,6 @@ class Explanation:
         return self.fit.ranks.tp
 
     @property
-    def tp_that_fits(self) -> int | None:
-        """Tensor parallel size of :attr:`Fit.suffices`."""
-        return self.fit.suffices.tp if self.fit.suffices else None
-
-    @property
     def times(self) -> tuple[ModelTime, ...]:
         """Predicted time at each of the role's token counts; empty for a CPU and where experts have no plan."""
         predictions = [dict(row.selection.times) for row in self.rows] if self._on_gpu else []

@@ -56,11 +56,6 @@ class Format:
         """The encoding's name."""
         return self.encoding.name
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits a weight, scales counted, on a large matrix: 4.25 for MXFP4."""
-        return 8 * self.encoding.nbytes(4096, 4096) / 4096**2
-
     def quantize(self, w_NK: Tensor, importance_K: Tensor | None = None) -> QuantTensor:
         """Round float weights ``[..., N, K]`` (any float dtype, finite) to this format, by way of float32.
 

@@ -69,13 +69,13 @@ class Dialect(ABC):
         """Required and optional ones."""
         return self.required + self.optional
 
-    @abstractmethod
     def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return ``[N, K]`` of the matrix stored under ``headers``, if it is not known otherwise.
+        """Return ``[N, K]`` of the matrix stored under ``headers``, if it is not known otherwise: that of ``weight``.
 
         Raises:
             FormatError: if its codes are no matrix.
         """
+        return stored_matrix(headers, "weight")
 
     @abstractmethod
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, expect_number, headers_of, stored_matrix
+from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, expect_number, headers_of
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
@@ -27,9 +27,6 @@ class Plain(Dialect):
     @property
     def required(self) -> tuple[str, ...]:
         return ("weight",)
-
-    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
-        return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         note = "a weight of 8 or 4 bits needs its scale, and the checkpoint has no tensor of that name"
@@ -71,9 +68,6 @@ class Fp8Dialect(Dialect):
     @property
     def optional(self) -> tuple[str, ...]:
         return ("input_scale",) if self.calibrated else ()
-
-    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
-        return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         expect(headers, "weight", ("F8_E4M3",), shape)
@@ -130,9 +124,6 @@ class Mxfp8Dialect(Dialect):
     @property
     def required(self) -> tuple[str, ...]:
         return ("weight", self.scale)
-
-    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
-        return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         assert _MXFP8.granularity is not None

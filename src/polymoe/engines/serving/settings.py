@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from polymoe.errors import ArgumentError, nearest
+from polymoe.errors import ArgumentError, nearest, renamed
 from polymoe.problem.verdict import Reasons
 
 Mode = Literal["auto", "off", "require"]
@@ -77,16 +77,13 @@ class EngineSettings:
         from polymoe.planning.select import require_backend
         from polymoe.problem.activation_quantization import ActivationQuantization
 
-        try:
+        with renamed(lambda where: f"POLYMOE_{where.upper()}"):
             require_backend(self.backend, BACKENDS)
             role_tokens(self.role or "mixed")
             if self.activations != "auto":
                 ActivationQuantization.of(self.activations)
             if self.expert_memory is not None:
                 require_expert_memory(self.expert_memory)
-        except ArgumentError as error:
-            error.where = f"POLYMOE_{error.where.upper()}"
-            raise
 
     def includes(self, where: str) -> bool:
         """Whether the layer of this name is one that polymoe is to run; a name without a number always is."""

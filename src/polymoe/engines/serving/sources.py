@@ -20,7 +20,7 @@ from torch import Tensor
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.float import Fp8Dialect
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
-from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, renamed
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.problem.activation_quantization import (
     FP8_GROUP128,
@@ -305,7 +305,7 @@ class StackedExperts:
         matrices, biases, scales = {}, {}, {}
         for name, (prefix, half) in self._projections.items():
             parts = self._parts(prefix, half, e)
-            with _Naming(self.where, prefix, e):
+            with renamed(lambda suffix, of=prefix: f"{self.where}.{of}_{suffix}[{e}]"):
                 matrices[name] = self.dialect.read(parts, self._shape(prefix), self._hint())
                 scales[name] = self.dialect.input_scale(parts) if self.static else None
             if check:
@@ -323,7 +323,7 @@ class StackedExperts:
         )
 
     def _detect(self, prefix: str, half: int) -> Encoding:
-        with _Naming(self.where, prefix, None):
+        with renamed(lambda suffix: f"{self.where}.{prefix}_{suffix}"):
             return self.dialect.detect(headers_of(self._parts(prefix, half, 0)), self._shape(prefix), self._hint())
 
     def _shape(self, prefix: str) -> tuple[int, int]:
@@ -369,18 +369,3 @@ class StackedExperts:
         if check and not bool(torch.isfinite(bias).all()):
             raise FormatError(f"{self.where}.{name}[{e}]", expected="finite numbers", got="NaN or infinity")
         return bias
-
-
-class _Naming:
-    """Replaces suffixes in the errors of a dialect by the name of the stacked tensor."""
-
-    def __init__(self, where: str, prefix: str, expert: int | None) -> None:
-        self.where, self.prefix, self.expert = where, prefix, "" if expert is None else f"[{expert}]"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PolymoeError):
-            where = f"{self.where}.{self.prefix}_{error.where}{self.expert}"
-            raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
