@@ -9,7 +9,7 @@
     print(experts.explain())
     model, tokenizer = polymoe.load("path/to/checkpoint")  # a model of Transformers with packed experts
 
-Public names are resolved on first use, so importing polymoe imports neither torch nor a kernel library.
+Public names but errors are resolved on first use, so importing polymoe imports neither torch nor a kernel library.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from polymoe.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFound,
+    FormatError,
+    MissingDependency,
+    PlanError,
+    PolymoeError,
+    ServerError,
+    UnsupportedProblem,
+    VerificationError,
+)
+
 if TYPE_CHECKING:
     from polymoe import formats as formats
     from polymoe.checkpoint import Checkpoint, write_checkpoint
     from polymoe.engines.transformers import PolymoeConfig, install, load, refit, uninstall
-    from polymoe.errors import (
-        ArgumentError,
-        CheckpointError,
-        CheckpointNotFound,
-        FormatError,
-        MissingDependency,
-        PlanError,
-        PolymoeError,
-        ServerError,
-        UnsupportedProblem,
-        VerificationError,
-    )
     from polymoe.explanation import Explanation, explain
     from polymoe.layer.experts import FusedExperts
     from polymoe.layer.load import load_experts
@@ -47,18 +48,6 @@ _WHERE = {
     "problem.activations": ("GeGLU", "ReLU2", "SwiGLU"),
     "checkpoint": ("Checkpoint", "write_checkpoint"),
     "engines.transformers": ("PolymoeConfig", "install", "load", "refit", "uninstall"),
-    "errors": (
-        "ArgumentError",
-        "CheckpointError",
-        "CheckpointNotFound",
-        "FormatError",
-        "MissingDependency",
-        "PlanError",
-        "PolymoeError",
-        "ServerError",
-        "UnsupportedProblem",
-        "VerificationError",
-    ),
     "layer.experts": ("FusedExperts",),
     "layer.load": ("load_experts",),
     "explanation": ("Explanation", "explain"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,6 @@ class ModelBench:
     stamp: Stamp
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
     _floors: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # and experts read, by batch
-    _expert_memory: str | None = field(default=None, init=False)  # of the model that is measured
 
     def rows(
         self, contenders: Sequence[Contender], batches: Sequence[int], say: Callable[[str], None]
@@ -115,7 +114,7 @@ class ModelBench:
     ) -> Iterator[ModelRecord | Failed]:
         from polymoe.engines.transformers.transformers_packed import fixed_kernels
 
-        experts, self._expert_memory = contender.experts, contender.expert_memory
+        experts = contender.experts
         say(f"loading {experts}")
         before = _free()
         try:
@@ -125,7 +124,7 @@ class ModelBench:
                 raise
             yield Failed(experts, _reason(error))
             return
-        weight_bytes = held_bytes(model, before)
+        held = {"weight_bytes": held_bytes(model, before), "expert_memory": contender.expert_memory}
         fixed = fixed_kernels(model)
         for chosen in (fixed,) if fixed else contender.implementations or (None,):
             if chosen is not None and not fixed:
@@ -135,13 +134,14 @@ class ModelBench:
                 implementation = _backends(model, tokens) if chosen is None else chosen
                 if experts == "dequantized" and _copies_more_than_all(model, implementation, tokens):
                     continue
+                ran = {"experts": experts, "implementation": implementation, **held}
                 say(f"{experts}, {implementation}: {phase}, batch {batch}")
                 for way in self._ways(contender, phase):
                     try:
                         if phase == "decode":
-                            yield self.decode(model, experts, implementation, weight_bytes, batch, way)
+                            yield self.decode(model, ran, batch, way)
                         else:
-                            yield self.prefill(model, experts, implementation, weight_bytes)
+                            yield self.prefill(model, ran)
                         break
                     except Exception as error:
                         # Of torch: compilation or memory. Of foreign kernels: anything. Without packed decode steps
@@ -162,10 +162,14 @@ class ModelBench:
             return ("plain",)
         return tuple(_WAYS) if contender.foreign else ("graph",)
 
-    def decode(
-        self, model: Any, experts: str, implementation: str, weight_bytes: int, batch: int, way: str
-    ) -> ModelRecord:
+    def decode(self, model: Any, ran: Mapping[str, Any], batch: int, way: str) -> ModelRecord:
         """Compare and time decode steps of a batch, run in one of the ``_WAYS``.
+
+        Args:
+            model: that runs.
+            ran: fields of records that say what it is.
+            batch: sequences.
+            way: of running them.
 
         Raises:
             VerificationError: if logits of the captured step differ from those of the plain step or the first model.
@@ -183,23 +187,23 @@ class ModelBench:
             experts_read = sum(counted) / len(counted)
             moved = step_bytes(model, batch, self.prompt_len, experts_read * layers)
             floor_us = 1e6 / self.device.bandwidth * moved
-            if experts == "packed":
+            if ran["experts"] == "packed":
                 self._floors[batch] = floor_us, experts_read
         decoder = plain if way == "plain" else Decoder(model, max_tokens=most, whole=way == "graph")
-        what = f"{experts} ({implementation}), batch {batch}"
+        what = f"{ran['experts']} ({ran['implementation']}), batch {batch}"
         got = _logits(decoder, prompts_BT, given_NB1)
         _compare(f"{what}: captured steps", got, expected)
         difference = None
         if batch in self._logits:
             difference = _compare(f"{what}: logits", got, self._logits[batch])
-        elif experts == "packed":
+        elif ran["experts"] == "packed":
             self._logits[batch] = got
         timed = (lambda: decoder.prefill(prompts_BT)), (lambda: _run_steps(decoder, given_NB1[: self.steps]))
         timing = self._time(*timed, model.device)
         return self._record(
-            experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len, timing=timing,
-            count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read, difference=difference,
-            attention=model.config._attn_implementation, graphs=way != "plain", **self._copied(model, *timed),
+            phase="decode", batch=batch, tokens=self.prompt_len, timing=timing, count=self.steps, new=batch,
+            floor_us=floor_us, experts_read=experts_read, difference=difference, graphs=way != "plain",
+            attention=model.config._attn_implementation, **ran, **self._copied(model, *timed),
         )  # fmt: skip
 
     def _copied(self, model: Any, before: Callable[[], Any], steps: Callable[[], Any]) -> dict[str, float]:
@@ -216,8 +220,8 @@ class ModelBench:
             for key in ("hits", "misses", "copied_bytes")
         }
 
-    def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
-        """Time one prompt without compilation, as ``generate`` runs it.
+    def prefill(self, model: Any, ran: Mapping[str, Any]) -> ModelRecord:
+        """Time one prompt without compilation, as ``generate`` runs it; ``ran`` as for :meth:`decode`.
 
         Raises:
             ArgumentError: for an attention implementation that cannot run the model here.
@@ -235,7 +239,7 @@ class ModelBench:
         finally:
             model.set_attn_implementation(own)
         return self._record(
-            experts, implementation, weight_bytes, phase="prefill", batch=1, tokens=self.prefill_len, timing=timing,
+            phase="prefill", batch=1, tokens=self.prefill_len, timing=timing, **ran,
             count=1, new=self.prefill_len, attention=attention, graphs=False,
         )  # fmt: skip
 
@@ -263,9 +267,6 @@ class ModelBench:
 
     def _record(
         self,
-        experts: str,
-        implementation: str,
-        weight_bytes: int,
         *,
         timing: Timing,
         count: int,
@@ -280,8 +281,6 @@ class ModelBench:
         median_us = timing.median_us / count
         return ModelRecord(
             checkpoint=self.checkpoint,
-            experts=experts,
-            implementation=implementation,
             median_us=round(median_us, 2),
             p25_us=round(timing.p25_us / count, 2),
             p75_us=round(timing.p75_us / count, 2),
@@ -289,8 +288,6 @@ class ModelBench:
             floor_us=None if floor_us is None else round(floor_us, 2),
             share=None if floor_us is None else round(floor_us / median_us, 4),
             experts_read=None if experts_read is None else round(experts_read, 3),
-            weight_bytes=weight_bytes,
-            expert_memory=self._expert_memory,
             difference=None if difference is None else float(f"{difference:.3g}"),
             transformers=transformers.__version__,
             bandwidth_tb_s=self.device.bandwidth / 1e12,

@@ -16,8 +16,6 @@ from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, MissingDependency, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from polymoe.bench.energy import EnergyMeter
     from polymoe.bench.serving.client import Client
     from polymoe.bench.serving.record import ServingRecord
@@ -120,8 +118,9 @@ async def _prepared(
     await prompts.calibrate()
     origin = Origin(
         label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
-        model=client.model, engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus,
-        seed=seed, commit=output.commit or source(), command=command_line(),
+        model=client.model, engine=client.owner, gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
+        device=", ".join(dict.fromkeys(meter.names())) if meter else None,
+        commit=output.commit or source(), command=command_line(),
     )  # fmt: skip
     return ServingBench(client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress)
 
@@ -156,8 +155,3 @@ def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
         return EnergyMeter.of_indices(range(gpus))
     except (ArgumentError, MissingDependency):
         return None  # optional
-
-
-def _names(meter: EnergyMeter | None) -> str | None:
-    names: Sequence[str] = () if meter is None else list(dict.fromkeys(meter.names()))
-    return ", ".join(names) or None

@@ -70,7 +70,9 @@ def option(
 def flat(function: Callable[..., None]) -> Callable[..., None]:
     """Return the function with the fields of its groups as parameters, which Typer makes options of."""
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
+    groups: dict[str, Any] = {
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)
+    }
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
@@ -81,7 +83,7 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def called(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field: given.pop(field) for field in group.__dataclass_fields__})
+            given[name] = group(**{of.name: given.pop(of.name) for of in fields(group)})
         function(**given)
 
     called.__dict__["__signature__"] = inspect.Signature(parameters)
