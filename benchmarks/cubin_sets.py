@@ -80,11 +80,10 @@ def main() -> int:
     machine = Machine.of("cuda")
     stamp = Stamp.now(machine, " ".join(["python", *sys.argv]))
     targets = [replace(SM90, folder=folder) for folder in (args.old, args.new)]
-    fixed = {"device": stamp.device, "torch": stamp.torch, "commit": stamp.commit, "command": stamp.command}
     good, ratios, equal, began = True, list[float](), 0, time.monotonic()
     for limit, records in ((args.timed, times(machine, targets)), (args.seconds, bits(machine, targets))):
         for record in records:
-            append_line(args.file, json.dumps(record | fixed | {"date": stamp.date()}))
+            append_line(args.file, json.dumps(record | stamp.fields()))
             if "ratio" in record:
                 ratios.append(record["ratio"])
                 print(*record.values(), flush=True)

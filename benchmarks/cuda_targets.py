@@ -101,9 +101,7 @@ def main() -> int:
                     "case": name, "format": problem.spec.format, "target": target.name, "tokens": tokens,
                     "config": str(config), "median_us": round(t.median_us, 2), "p25_us": round(t.p25_us, 2),
                     "p75_us": round(t.p75_us, 2), "floor_us": round(floor, 2), "ratio": round(ratio, 3),
-                    "same_bits": same,
-                    "device": stamp.device, "torch": stamp.torch, "commit": stamp.commit, "date": stamp.date(),
-                    "command": stamp.command,
+                    "same_bits": same, **stamp.fields(),
                 }  # fmt: skip
                 append_line(out, json.dumps(record))
             print(f"{name}, {tokens} tokens, floor {floor:.1f}, {own}: {', '.join(texts)}", flush=True)

@@ -120,10 +120,7 @@ def main() -> int:
     workload = Workload.of_case(CASE, device, "mxfp4", "16bit")
     for line in lines(workload, device):
         good = good and line["ratio"] <= MOST and line["difference"] <= LARGEST_DIFFERENCE
-        line |= {
-            "device": stamp.device, "torch": stamp.torch, "version": machine.packages.get("flashinfer-python"),
-            "commit": stamp.commit, "date": stamp.date(), "command": stamp.command,
-        }  # fmt: skip
+        line |= {"version": machine.packages.get("flashinfer-python"), **stamp.fields()}
         append_line(args.file, json.dumps(line))
         print(", ".join(f"{key} {line[key]}" for key in list(line)[1:10]), flush=True)
     print(

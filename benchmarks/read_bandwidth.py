@@ -66,8 +66,7 @@ def main() -> int:
             record = {
                 "what": what, **more, "bytes": times_bytes * moved, "median_us": round(timing.median_us, 1),
                 "p25_us": round(timing.p25_us, 1), "p75_us": round(timing.p75_us, 1), "tb_s": round(rate, 4),
-                "device": stamp.device, "torch": stamp.torch, "triton": stamp.triton, "commit": stamp.commit,
-                "date": stamp.date(), "command": stamp.command,
+                **stamp.fields(),
             }  # fmt: skip
             append_line(out, json.dumps(record))
 
