@@ -128,11 +128,8 @@ class DenseMatrix:
             tensors = {suffix: self.files.get(name) for suffix, name in self.names.items()}
             matrix = dialect.read(tensors, dialect.shape(headers), encoding)
         matrix.validate(self.module)
-        as_configured = self.scheme is None or (
-            self.scheme.dialect == dialect.name and self.scheme.encoding.name == encoding.name
-        )
-        text = f"{self.scheme.encoding.name}, {self.scheme.dialect}" if self.scheme else "unknown"
-        numel = math.prod(matrix.shape)
+        as_configured = self.scheme is None or self.scheme.describes(dialect.name, encoding)
+        text, numel = str(self.scheme or "unknown"), math.prod(matrix.shape)
         self.log[self.module] = MatrixRead(self.module, encoding, text, as_configured, matrix.nbytes, numel)
         return matrix
 

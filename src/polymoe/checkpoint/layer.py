@@ -27,6 +27,7 @@ from polymoe.checkpoint.expert_tensors import (
 from polymoe.checkpoint.families import ModelFamily, MoeConfig
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
+from polymoe.checkpoint.scheme import Scheme
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
@@ -44,8 +45,7 @@ class Part:
         name: ``gate``, ``up``, ``down`` or ``gate_up``.
         shape: [N, K].
         dialect, encoding: according to the tensors.
-        configured, configured_encoding: according to the config.
-        recipe: how its input is quantized according to the config.
+        scheme: according to the config.
         calibrated: whether a static scale of its input exists.
     """
 
@@ -53,15 +53,13 @@ class Part:
     shape: tuple[int, int]
     dialect: Dialect
     encoding: Encoding
-    configured: str
-    configured_encoding: Encoding
-    recipe: ActivationQuantization
+    scheme: Scheme
     calibrated: bool = True
 
     @property
     def as_configured(self) -> bool:
         """Whether tensors and config agree, apart from the dtype of scales."""
-        return self.dialect.name == self.configured and self.encoding.name == self.configured_encoding.name
+        return self.scheme.describes(self.dialect.name, self.encoding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +167,7 @@ class StoredLayer:
                 check_bias(headers, plan.shape, BIAS in headers)
                 headers.pop(BIAS, None)
                 allowed = getattr(arrangement, "dialects", None)
-                dialect, encoding = choose(headers, plan.shape, plan.configured, plan.encoding, allowed)
+                dialect, encoding = choose(headers, plan.shape, plan.scheme.dialect, plan.encoding, allowed)
             calibrated = "input_scale" in headers and all(
                 tensor_name(container, arrangement, part, e, "input_scale") in files for e in range(moe.experts)
             )
@@ -199,8 +197,8 @@ class StoredLayer:
     def recipe(self) -> ActivationQuantization:
         """How the checkpoint's authors quantize the experts' inputs. 16 bit unless the projections agree, are stored
         as in the config, and have the static scales that the recipe needs."""
-        modes: set[ActivationQuantization] = {p.recipe for p in self.parts.values()}
-        configured = all(p.dialect.name == p.configured for p in self.parts.values())
+        modes: set[ActivationQuantization] = {p.scheme.activations for p in self.parts.values()}
+        configured = all(p.dialect.name == p.scheme.dialect for p in self.parts.values())
         if len(modes) > 1 or not configured:
             return UNQUANTIZED
         mode = modes.pop()
@@ -334,15 +332,8 @@ def _configured(
     container: str, arrangement: Arrangement, moe: MoeConfig, quantization: QuantizationConfig, part: str
 ) -> Part:
     scheme = quantization.scheme(module_name(container, arrangement, part, 0))
-    return Part(
-        part,
-        part_shape(part, moe.hidden, moe.intermediate, gated=moe.gated),
-        DIALECTS[scheme.dialect],
-        scheme.encoding,
-        scheme.dialect,
-        scheme.encoding,
-        scheme.activations,
-    )
+    shape = part_shape(part, moe.hidden, moe.intermediate, gated=moe.gated)
+    return Part(part, shape, DIALECTS[scheme.dialect], scheme.encoding, scheme)
 
 
 def _admits(arrangement: Arrangement, dialect: str) -> bool:

@@ -277,7 +277,7 @@ class Checkpoint:
         """Log each kind of difference between tensors and config once."""
         for part in stored.parts.values():
             if not part.as_configured:
-                text = f"{part.configured_encoding.name}, {part.configured}; tensors: {part.encoding.name}"
+                text = f"{part.scheme}; tensors: {part.encoding.name}"
                 if self.first_time(text):
                     message = f"{self.name}: {stored.container} {part.name}: config: {text}, {part.dialect.name}"
                     warnings.warn(f"{message}. The tensors take precedence.", stacklevel=4)

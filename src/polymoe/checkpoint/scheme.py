@@ -34,6 +34,13 @@ class Scheme:
     encoding: Encoding
     activations: ActivationQuantization = UNQUANTIZED
 
+    def __str__(self) -> str:
+        return f"{self.encoding.name}, {self.dialect}"
+
+    def describes(self, dialect: str, encoding: Encoding) -> bool:
+        """Whether a weight is stored so, apart from the dtype of scales."""
+        return self.dialect == dialect and self.encoding.name == encoding.name
+
 
 class NamedSchemes:
     """Schemes of named modules and of everything below them, made on request.
