@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -149,6 +150,11 @@ def calls_for(c: LayerContender, calls: Sequence[Call]) -> Sequence[Call]:
     if c.peer is None:
         return calls
     return [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls]
+
+
+def run_baseline(c: LayerContender, weights: baseline.Dequantized) -> Run:
+    """The baseline on dequantized weights."""
+    return partial(baseline.run, c.problem, weights)
 
 
 def run_backend(c: LayerContender, packed: Packed) -> Run:

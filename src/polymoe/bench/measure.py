@@ -22,6 +22,7 @@ from polymoe.bench.contenders import (
     own_contenders,
     peer_contenders,
     run_backend,
+    run_baseline,
     run_peer,
     told,
     works,
@@ -108,7 +109,7 @@ class Bench:
             weights = _told_of(self.workload.weights, progress, f"{c.name}: packing")
             try:
                 if c.plan is None:
-                    run = partial(baseline.run, c.problem, baseline.dequantize(weights))
+                    run = run_baseline(c, baseline.dequantize(weights))
                 else:
                     if packed is None or packed.layout != c.plan.layout:
                         packed = None
