@@ -31,12 +31,7 @@ def explain_engine(
     **chosen: str,
 ) -> None:
     """Print the plug-in's decision for each kind of layers; the variables ``POLYMOE_*`` count as they do there.
-    Other arguments are those of :func:`polymoe.explain`.
-
-    Raises:
-        ArgumentError: for parallel groups that the engine does not have, and for an unknown device or backend.
-        CheckpointError: if the checkpoint cannot be understood.
-    """
+    Other arguments are those of :func:`polymoe.explain`."""
     from polymoe.backends import BACKENDS
     from polymoe.checkpoint.known_models import open_checkpoint
     from polymoe.engines.serving.chooser import machine_of
