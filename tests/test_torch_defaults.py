@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import polymoe
+import polymoe.layouts
 from polymoe.backends import torch_cpu
 from polymoe.backends.flashinfer.routes import swiglu_constants
 from polymoe.backends.reference import emulate_activations
@@ -64,7 +67,7 @@ def test_layers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_layout_is_the_same() -> None:
-    tables = bits._tables, w4a16_fragments.e4m3_codes, w4a16_fragments._e4m3_codes
+    tables = bits._tables, w4a16_fragments.e4m3_codes
     packed = 0
     for format in FORMATS:
         weights = random_experts(format, hidden=256, intermediate=256, experts=2)
@@ -84,6 +87,19 @@ def test_every_layout_is_the_same() -> None:
             assert torch.equal(unpacked.up.dequantize(), weights.expert(1).up.dequantize())
             packed += 1
     assert packed > len(FORMATS)
+
+
+def test_no_cache_keeps_tensors_of_a_device() -> None:
+    """vLLM's sleep mode discards what was allocated while it loaded a model: packing after it would read garbage."""
+    caches = {
+        f"{name}.{key}": value.__wrapped__.__annotations__
+        for name in (module.name for module in pkgutil.walk_packages(polymoe.layouts.__path__, "polymoe.layouts."))
+        for key, value in vars(importlib.import_module(name)).items()
+        if hasattr(value, "cache_info")
+    }
+    assert "polymoe.layouts.cuda.bits._tables" in caches
+    kept = [name for name, types in caches.items() if "Tensor" in types["return"] and "device" in types]
+    assert not kept
 
 
 def test_constants_and_rounding_are_the_same() -> None:

@@ -44,7 +44,7 @@ def copy_bits(to: Tensor, words: Tensor, positions: tuple[int, ...]) -> None:
         with torch.cuda.device(words.device):
             launch_copy_bits(to, words, positions, target, torch.cuda.current_stream().cuda_stream)
         return
-    low, high = _tables(positions, words.device)
+    low, high = (table.to(words.device) for table in _tables(positions))
     halves = words.contiguous().view(torch.uint16).view(-1, 2)
     moved = low.index_select(0, halves[:, 0].int())
     moved |= high.index_select(0, halves[:, 1].int())
@@ -58,14 +58,14 @@ def inverse(positions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @cache
-def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tables of the moved bits of every lower and every upper half of a word, int32 [65536] each.
+def _tables(positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return tables of the moved bits of every lower and every upper half of a word, int32 [65536] each, on the CPU.
 
     They are cached: to build them takes longer than to pack an expert.
     """
-    bits = torch.arange(1 << 16, device=device)[:, None] >> torch.arange(16, device=device) & 1
+    bits = torch.arange(1 << 16, device="cpu")[:, None] >> torch.arange(16, device="cpu") & 1
     low, high = (
-        (bits << torch.tensor(half, device=device)).sum(1).int()  # int() wraps: bit 31 is the sign
+        (bits << torch.tensor(half, device="cpu")).sum(1).int()  # int() wraps: bit 31 is the sign
         for half in (positions[:16], positions[16:])
     )
     return low, high

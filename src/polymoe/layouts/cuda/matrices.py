@@ -294,12 +294,12 @@ def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
 def swizzled(blocks: Tensor) -> Tensor:
     """Return blocks [groups, blocks, rows, 8 pieces, words] with piece p of row r where piece ``p ^ (r % 8)`` was: the
     PTX ISA's 128-byte swizzle. Rows must be a multiple of 8. The permutation is its own inverse."""
-    row, piece = _swizzle(blocks.device)
+    row, piece = (index.to(blocks.device) for index in _swizzle())
     return blocks.unflatten(2, (-1, 8))[:, :, :, row, piece].flatten(2, 3)
 
 
 @cache
-def _swizzle(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which row and which piece each of 8 rows and 8 pieces has."""
-    row, piece = torch.meshgrid(*(torch.arange(8, device=device),) * 2, indexing="ij")
+def _swizzle() -> tuple[Tensor, Tensor]:
+    """Return which row and which piece each of 8 rows and 8 pieces has, on the CPU."""
+    row, piece = torch.meshgrid(*(torch.arange(8, device="cpu"),) * 2, indexing="ij")
     return row, piece ^ row

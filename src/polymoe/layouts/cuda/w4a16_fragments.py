@@ -206,11 +206,6 @@ def e4m3_codes() -> Tensor:
     return torch.tensor(codes + left, dtype=torch.uint8, device="cpu")
 
 
-@cache
-def _e4m3_codes(device: torch.device) -> Tensor:
-    return e4m3_codes().to(device)
-
-
 def pack_codes(codes_HNB: Tensor, encoding: Encoding, cvt: bool = False) -> Tensor:
     """Pack the codes of a matrix, uint8 [halves, N, K/2], in the order that the module describes."""
     if encoding.element == "int4":
@@ -294,7 +289,7 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool 
     if encoding.scale_dtype == "e8m0" and not cvt:
         x = move_bits((x + E8M0_BIAS).flatten(4), E8M0_SCALE_BITS)
     elif encoding.scale_dtype == "e4m3" and not cvt:
-        codes = _e4m3_codes(x.device).index_select(0, x.flatten().int())
+        codes = e4m3_codes().to(x.device).index_select(0, x.flatten().int())
         x = move_bits(codes.view(-1, 4), E4M3_SCALE_BITS)
     return x.flatten()
 
@@ -307,7 +302,7 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int, c
         x = move_bits(x.flatten(4), inverse(E8M0_SCALE_BITS)).view(x.shape) - E8M0_BIAS
     elif encoding.scale_dtype == "e4m3" and not cvt:
         codes = move_bits(x.reshape(-1, 4), inverse(E4M3_SCALE_BITS)).view(x.shape)
-        x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
+        x = e4m3_codes().to(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
     return x[:rows, : ceil_div(columns, encoding.group_columns) * (1 + encoding.zero_points)].flatten(1)
 
