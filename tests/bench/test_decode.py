@@ -189,10 +189,10 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_run_is_said_and_leaves_the_rest(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, step: str, contender: str, said: str, left: str
 ) -> None:
-    def fail(self: Any, model: Any, experts: str, *args: Any) -> Any:
-        if experts == contender:
+    def fail(self: Any, model: Any, ran: dict[str, Any], *args: Any) -> Any:
+        if ran["experts"] == contender:
             raise torch.OutOfMemoryError("CUDA out of memory\nmore")
-        return kept(self, model, experts, *args)
+        return kept(self, model, ran, *args)
 
     kept = getattr(decode.ModelBench, step)
     monkeypatch.setattr(decode.ModelBench, step, fail)
