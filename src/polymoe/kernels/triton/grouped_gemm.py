@@ -153,6 +153,13 @@ def tile_rows(first, last, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def scale_rows(expert, n, scale_e, scale_n, GROUP_N: tl.constexpr, SCALE_ALIGN: tl.constexpr):
+    """Return where the scales of rows of weights begin."""
+    # Of a stride like 90 Triton knows only that 16 does not divide it, and would load single bytes.
+    return tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
+
+
+@triton.jit
 def epilogue(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
     bias_share, FACTOR: tl.constexpr, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr,
@@ -172,6 +179,12 @@ def epilogue(
     if BIAS:
         acc += bias_share * tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
     return acc
+
+
+@triton.jit
+def result_at(out_ptr, row, valid, out_n, inside, N: tl.constexpr):
+    """Return where a result [BLOCK_M, BLOCK_N] is written, and the mask: valid rows, and columns that are inside."""
+    return out_ptr + row.to(tl.int64)[:, None] * N + out_n[None, :], valid[:, None] & inside[None, :]
 
 
 @triton.jit
@@ -246,10 +259,7 @@ def _compute_tile(
     SCALED: tl.constexpr = LOOP or SCALE_AT == "block"
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
     row, valid = tile_rows(first, last, BLOCK_M)
-    if GATHER or SCATTER:
-        expanded_row = tl.load(permuted_to_expanded_ptr + row)
-    else:
-        expanded_row = row
+    expanded_row = tl.load(permuted_to_expanded_ptr + row) if GATHER or SCATTER else row
     x_row = (expanded_row // top_k if GATHER else row).to(tl.int64)
 
     # With OUT_PLANES, a tile's rows of weights are OUT_PLANES apart, so that the columns it writes are contiguous.
@@ -268,8 +278,7 @@ def _compute_tile(
     if WHOLE:
         scale_at = tl.full((1, 1), 0, tl.int64) + expert * scale_e + n_block * BLOCK_N // GROUP_N * scale_n
     else:
-        # Of a stride like 90 Triton knows only that 16 does not divide it, and would load single bytes.
-        scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
+        scale_at = scale_rows(expert, n, scale_e, scale_n, GROUP_N, SCALE_ALIGN)
     x_at = x_ptr + x_row[None, :] * K
     x_scale_at = x_scale_ptr + x_row * x_groups
 
@@ -293,27 +302,22 @@ def _compute_tile(
             GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, MASKED,
         )  # fmt: skip
 
-    x_scale = valid
-    weight = valid
-    if X_SCALE == "row":
-        x_scale = tl.load(x_scale_at)
-    if ROUTER_WEIGHT_ON_INPUT:
-        weight = tl.load(weight_ptr + expanded_row)
-    POST: tl.constexpr = SCALE_AT == "row"
+    x_scale = tl.load(x_scale_at) if X_SCALE == "row" else valid
+    weight = tl.load(weight_ptr + expanded_row) if ROUTER_WEIGHT_ON_INPUT else valid
     # The bias counts once: with the first split.
     bias_share = tl.where(split == 0, 1.0, 0.0) if SPLIT_K > 1 else 1.0
     acc = epilogue(
         acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-        bias_share, FACTOR, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
+        bias_share, FACTOR, SCALE_AT == "row", GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
     )  # fmt: skip
     if GATED:
         gate_acc = epilogue(
             gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
-            weight, bias_share, FACTOR, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
+            weight, bias_share, FACTOR, SCALE_AT == "row", GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE,
+            ROUTER_WEIGHT_ON_INPUT,
         )  # fmt: skip
-    out_row = (expanded_row if SCATTER else row).to(tl.int64)
-    out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + out_n[None, :]
-    mask = valid[:, None] & inside[None, :]
+    out_row = expanded_row if SCATTER else row
+    out_at, mask = result_at(out_ptr + split.to(tl.int64) * out_split, out_row, valid, out_n, inside, N)
     if RAW and GATED:
         tl.store(out_at, tl.trans(gate_acc), mask=mask)
         tl.store(out_at + out_gate, tl.trans(acc), mask=mask)

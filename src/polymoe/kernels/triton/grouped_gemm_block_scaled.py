@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
-from polymoe.kernels.triton.grouped_gemm import epilogue, tile_rows
+from polymoe.kernels.triton.grouped_gemm import epilogue, result_at, tile_rows
 
 MX_GROUP = tl.constexpr(32)
 """Columns that share a scale of weights."""
@@ -134,9 +134,7 @@ def grouped_gemm_block_scaled(
             )
             gate_acc = tl.dot_scaled(gate, gate_scales, "e4m3", x, x_scales, "e4m3", gate_acc)
 
-    weight = valid
-    if ROUTER_WEIGHT_ON_INPUT:
-        weight = tl.load(weight_ptr + expanded_row)
+    weight = tl.load(weight_ptr + expanded_row) if ROUTER_WEIGHT_ON_INPUT else valid
     UNSHIFT: tl.constexpr = _E2M1_SHIFT if E2M1 else 0
     acc = epilogue(
         acc, None, None, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, valid, weight,
@@ -147,7 +145,6 @@ def grouped_gemm_block_scaled(
             gate_acc, None, None, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, valid, weight,
             1.0, None, False, 1, False, BIAS, UNSHIFT, "none", ROUTER_WEIGHT_ON_INPUT,
         )  # fmt: skip
-    out_row = (expanded_row if SCATTER else row).to(tl.int64)
-    out_at = out_ptr + out_row[:, None] * N + out_n[None, :]
     result = activate(gate_acc, acc, ACTIVATION, ALPHA, BETA, LIMIT)
-    tl.store(out_at, tl.trans(result).to(out_ptr.dtype.element_ty), mask=valid[:, None] & (out_n < N)[None, :])
+    out_at, mask = result_at(out_ptr, expanded_row if SCATTER else row, valid, out_n, out_n < N, N)
+    tl.store(out_at, tl.trans(result).to(out_ptr.dtype.element_ty), mask=mask)

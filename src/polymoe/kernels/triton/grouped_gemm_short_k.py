@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import pdl_wait_and_launch
-from polymoe.kernels.triton.grouped_gemm import epilogue, load_groups, planes_of, step_scale, tile_rows
+from polymoe.kernels.triton.grouped_gemm import (
+    epilogue,
+    load_groups,
+    planes_of,
+    result_at,
+    scale_rows,
+    step_scale,
+    tile_rows,
+)
 
 MAX_STEPS = 4
 """Most steps of K, all of which x keeps in shared memory."""
@@ -78,7 +86,7 @@ def _short_k_tile(
     BY_STEP: tl.constexpr = SCALE_AT == "block" or X_SCALE == "block"
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
     row, valid = tile_rows(first, last, BLOCK_M)
-    out_row = tl.load(permuted_to_expanded_ptr + row).to(tl.int64)
+    out_row = tl.load(permuted_to_expanded_ptr + row)
     x_at = x_ptr + row.to(tl.int64)[None, :] * K
     x_scale_at = x_scale_ptr + row * x_groups
     xs = ()
@@ -91,15 +99,13 @@ def _short_k_tile(
             xs = xs + (x,)  # noqa: RUF005 - Triton has no starred tuples
         x_group = tl.load(x_scale_at + s * BLOCK_K // X_GROUP) if X_SCALE == "block" else row
         x_scales = x_scales + (x_group,)  # noqa: RUF005
-    x_scale = valid
-    if X_SCALE == "row":
-        x_scale = tl.load(x_scale_at)
+    x_scale = tl.load(x_scale_at) if X_SCALE == "row" else valid
 
     for n_block in range(N_BLOCKS_PER_CTA):  # beyond N nothing is written
         out_n = (start + n_block) * BLOCK_N + tl.arange(0, BLOCK_N)
         n = tl.minimum(out_n, N - 1)
         code_at = expert * code_e + n[:, None].to(tl.int64) * code_n
-        scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
+        scale_at = scale_rows(expert, n, scale_e, scale_n, GROUP_N, SCALE_ALIGN)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for s in tl.static_range(STEPS):
             word = s * WORDS + tl.arange(0, WORDS)[None, :]
@@ -120,6 +126,5 @@ def _short_k_tile(
             acc, scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, valid,
             1.0, FACTOR, SCALE_AT == "row", GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, False,
         )  # fmt: skip
-        mask = valid[:, None] & (out_n < N)[None, :]
-        out_at = out_ptr + out_row[:, None] * N + out_n[None, :]
+        out_at, mask = result_at(out_ptr, out_row, valid, out_n, out_n < N, N)
         tl.store(out_at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
