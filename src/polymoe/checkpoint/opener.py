@@ -13,8 +13,6 @@ import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
-from safetensors import SafetensorError, safe_open
-
 from polymoe.checkpoint.patterns import check_name
 from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
@@ -116,6 +114,8 @@ def open_weights(path: Path) -> Any:
         CheckpointNotFound: if there is no such file.
         CheckpointError: if it is not a regular file, truncated or damaged.
     """
+    from safetensors import SafetensorError, safe_open  # the command line looks for names without it
+
     size = check_regular(path, hint="complete the download of the checkpoint")
     try:
         with path.open("rb") as file:
