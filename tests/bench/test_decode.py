@@ -244,7 +244,7 @@ def test_a_missing_deepgemm_is_not_looked_for_in_every_call(found: Any, monkeypa
 
 
 def test_steps_that_do_not_compile_are_tried_in_parts_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Any, model: Any, experts: str, implementation: str, weights: int, batch: int, way: str) -> Any:
+    def run(self: Any, model: Any, ran: dict[str, Any], batch: int, way: str) -> Any:
         if way != "plain":
             raise RuntimeError(f"no {way}")
         return way
