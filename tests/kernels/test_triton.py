@@ -48,7 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "split gate and up": case(split_k=2, bias=True, format="bf16", activation="gpt_oss", weight_on="input"),
     "split up, no gate": case(split_k=2, gated=False, format="int4_g32"),
     **{
-        f"{mode}, {format}": case(activations=mode, format=format, hidden=256, intermediate=160, tokens=5, tile=tile)
+        f"{mode}, {format}": case(
+            activations=mode, format=format, hidden=256, intermediate=160, tokens=5, experts=3, tile=tile
+        )
         for mode in ("fp8_token", "fp8_group128", "fp8_static")
         for format, tile in (
             ("fp8_block128", [32, 64]),
@@ -58,11 +60,13 @@ CASES: dict[str, dict[str, Any]] = {
         )
     },
     **{
-        f"mxfp8, {format}": case(activations="mxfp8", format=format, hidden=160, intermediate=72, tokens=5)
+        f"mxfp8, {format}": case(activations="mxfp8", format=format, hidden=160, intermediate=72, tokens=5, experts=3)
         for format in ("mxfp8", "fp8_block128", "mxfp4", "bf16")
     },
     **{
-        f"ue8m0, {format}": case(activations="fp8_group128_ue8m0", format=format, hidden=160, intermediate=72)
+        f"ue8m0, {format}": case(
+            activations="fp8_group128_ue8m0", format=format, hidden=160, intermediate=72, experts=3
+        )
         for format in ("mxfp4", "fp8_block128")
     },
     "fp8_token, int4_g32": case(activations="fp8_token", format="int4_g32", hidden=160, intermediate=72),
@@ -77,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, split": case(activations="fp8_group128", format="fp8_block128", split_k=2, hidden=320, bias=True),
     "fp8, weight on input": case(activations="fp8_token", format="fp8_tensor", weight_on="input"),
     **{
-        f"several N blocks per CTA, {name}": case(n_blocks_per_cta=3, hidden=224, tile=[32, 128]) | options
+        f"several N blocks per CTA, {name}": case(n_blocks_per_cta=3, hidden=224, experts=3, tile=[32, 128]) | options
         for name, options in {
             "bf16": case(format="bf16", bias=True, intermediate=48),
             "mxfp4": case(intermediate=160),
@@ -95,7 +99,9 @@ CASES: dict[str, dict[str, Any]] = {
         expert_map=[-1, 2, 0, 1, -1], rank=[2, 3], split_k=2, activations="fp8_static", format="mxfp4"
     ),
     **{
-        f"x quantized, {mode}, {format}": case(activations=mode, format=format, quantized=True, hidden=320, tile=tile)
+        f"x quantized, {mode}, {format}": case(
+            activations=mode, format=format, quantized=True, hidden=320, experts=3, tile=tile
+        )
         for mode in ("fp8_token", "fp8_group128", "fp8_group128_ue8m0", "mxfp8")
         for format, tile in (("mxfp4", [64, 128]), ("fp8_block128", [32, 128]), ("bf16", [64, 64]))
     },
