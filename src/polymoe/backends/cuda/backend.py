@@ -167,7 +167,7 @@ class Cuda(BackendBase):
         for E4M3 rows. For other GPUs the same rates are assumed, and another rate of mma.sync.
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
-        family, capability = config.kernels, machine.device.capability
+        family, capability = config.kernels.fitted(machine.device.name), machine.device.capability
         assert capability is not None
         target = target_for(capability)
         slower = target.mma_sync_rate if family.rates.mma_sync else 1.0
