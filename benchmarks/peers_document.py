@@ -16,9 +16,15 @@ from polymoe.machine import Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
 
-LETTERS = {"humming": "H", "vllm": "V", "deepgemm": "D", "triton_kernels": "T", "flashinfer": "F", "quack": "Q"}
-"""Peers in the first table."""
-LABELS = {"humming": "Humming", "vllm": "vLLM", "deepgemm": "DeepGEMM", "flashinfer": "FlashInfer", "quack": "QuACK"}
+LETTERS = {
+    "humming": "H", "vllm": "V", "deepgemm": "D", "triton_kernels": "T", "flashinfer": "F", "monomoe": "F",
+    "quack": "Q", "finegrained": "K",
+}  # fmt: skip
+"""Peers in the tables."""
+LABELS = {
+    "humming": "Humming", "vllm": "vLLM", "deepgemm": "DeepGEMM", "flashinfer": "FlashInfer", "monomoe": "FlashInfer",
+    "quack": "QuACK", "finegrained": "finegrained-fp8",
+}  # fmt: skip
 AHEAD = 0.98
 """A peer is ahead if its time is less than this share of ours."""
 
@@ -77,9 +83,9 @@ def case_of(name: str) -> Case:
     )
 
 
-def times(compared: Sequence[Record], others: Iterable[Record], table: Table) -> dict[Row, Times]:
+def times(device: str, compared: Sequence[Record], others: Iterable[Record], table: Table) -> dict[Row, Times]:
     """The rows of ``compared``, and those of ``others`` with the same peers. Of ours, the record of the backend that
-    ``auto`` takes with ``table``, the newest of ``compared`` and ``others``."""
+    ``auto`` takes on that device with ``table``, the newest of ``compared`` and ``others``."""
     found = newest([*compared, *others])
     kinds = {Row.of(r).of_peers: None for r in compared if r.peer}
     rows = {row: Times() for kind in kinds for row in dict.fromkeys(map(Row.of, found)) if row.of_peers == kind}
@@ -94,7 +100,7 @@ def times(compared: Sequence[Record], others: Iterable[Record], table: Table) ->
         ours = {tokens: r for (of, _, tokens), r in own.items() if of == row}
         for tokens in sorted(ours):
             mode = ours[tokens].activations
-            plan = select(case_of(row.case).problem(row.format, mode), Machine.of("h200"), table=table).plan
+            plan = select(case_of(row.case).problem(row.format, mode), Machine.of(device), table=table).plan
             backend = plan.step(tokens).backend if plan else ""
             if (row, backend, tokens) in own:
                 of_row.ours[tokens] = own[row, backend, tokens]
@@ -128,6 +134,22 @@ def ratios(found: dict[Row, Times]) -> str:
             line.append(f"**{text}**" if ratio < AHEAD else text)
         lines.append(line)
     return f"{markdown(['', 'peer', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
+
+
+MANY = 1024
+"""Tokens from which tables of many rows begin."""
+
+
+def many_rows(found: dict[Row, Times]) -> str:
+    """Microseconds from 1,024 tokens on: of this library, with its share of the floor, and of the fastest peer."""
+    columns = sorted({t for of in found.values() for t in of.ours if t >= MANY})
+    lines = []
+    for row, of in found.items():
+        ours = {t: f"{r.median_us:.0f} ({r.share:.2f})" for t, r in of.ours.items() if t >= MANY}
+        peers = {t: f"{p.median_us:.0f} {LETTERS[p.peer or '']}" for t in ours if (p := of.fastest(t))}
+        for head, name, times in ((row.head, "polymoe", ours), ("", "best peer", peers)):
+            lines += [[head, name, *(times.get(t, "") for t in columns)]] if ours else []
+    return markdown(["", "us", *map(str, columns)], lines)
 
 
 def name_of(row: Row) -> str:

@@ -47,7 +47,7 @@ RECORDS = {"triton": "triton-h200.jsonl", "cuda": "cuda-h200.jsonl"}
 """Files of kernel times in benchmarks/results/, by the backend they were taken for. A file that does not exist counts
 as empty. docs/performance/ has one page for each."""
 
-PEERS = "peers-h200.jsonl"
+PEERS = {device: f"peers-{device}.jsonl" for device in ("h200", "h100")}
 """Times of other libraries' kernels in benchmarks/results/, and records of benchmarks/peer_times.py."""
 
 SHIPPED = ROOT / "src" / "polymoe" / "planning" / "tables" / "h200.jsonl"
@@ -162,8 +162,8 @@ def with_todays_floor(r: Record) -> Record:
 
 
 def best_peers(transformers: bool | None = None) -> dict[Row, dict[int, Peer]]:
-    """The fastest peer of each row, by tokens: of all, or only or without what Transformers packs itself."""
-    path = ROOT / "benchmarks" / "results" / PEERS
+    """The fastest peer of each row on an H200, by tokens: of all, or only or without what Transformers packs itself."""
+    path = ROOT / "benchmarks" / "results" / PEERS["h200"]
     best: dict[Row, dict[int, Peer]] = {}
     if not path.exists():
         return best
@@ -193,12 +193,13 @@ def _peer(values: dict[str, Any]) -> Peer | None:
     )  # fmt: skip
 
 
-def compared() -> dict[peers_document.Row, peers_document.Times]:
-    """Peers and this library side by side, and newer records of ours, all with today's floor."""
-    path = ROOT / "benchmarks" / "results" / PEERS
+def compared(device: str = "h200") -> dict[peers_document.Row, peers_document.Times]:
+    """Peers and this library side by side, and newer records of ours on an H200, all with today's floor."""
+    path = ROOT / "benchmarks" / "results" / PEERS[device]
     lines = read_lines(path, lambda v: read_fields(Record, v) if "backend" in v else None, "a peer's time or a record")
     found = [with_todays_floor(r) for r in lines if r is not None]
-    return peers_document.times(found, records(), Table((tuple(read_table(SHIPPED)),)))
+    newer = records() if device == "h200" else []
+    return peers_document.times(device, found, newer, Table((tuple(read_table(SHIPPED)),)))
 
 
 def by_tokens(found: Sequence[Record], backend: str) -> dict[Row, dict[int, Record]]:
@@ -465,6 +466,7 @@ def documents() -> dict[Path, str]:
     """Each file as it should be."""
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
     of_cuda, (named, untuned) = records("cuda"), peers_document.by_case(compared())
+    h100 = compared("h100")
     tables = {
         ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
         docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", None)},
@@ -472,6 +474,8 @@ def documents() -> dict[Path, str]:
         docs / "performance" / "peers.md": {
             "ratios": peers_document.ratios(named),
             "untuned": peers_document.ratios(untuned),
+            "h100": peers_document.ratios(h100),
+            "h100 many rows": peers_document.many_rows(h100),
         },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},

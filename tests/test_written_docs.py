@@ -62,8 +62,8 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
     documents = [str(path.relative_to(write_docs.ROOT)) for path in write_docs.documents()]
     documents.remove("docs/backends.md")
     names = (
-        *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
-        write_docs.TRANSFORMERS_TESTS, *write_docs.ENGINES.values(),
+        *write_docs.RECORDS.values(), *write_docs.PEERS.values(), *write_docs.ENGINES.values(),
+        write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS, write_docs.TRANSFORMERS_TESTS,
     )  # fmt: skip
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
