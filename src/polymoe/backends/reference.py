@@ -101,7 +101,6 @@ class ReferenceRunner(RunnerBase):
         return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.run`."""
         problem, x_TH, routing, x_scales = self.problem, call.x_TH, call.routing, call.x_scales
         if call.expert_map is not None:
             ids_TA = mapped_ids(call.topk_ids_TA, call.expert_map)

@@ -108,11 +108,9 @@ class TorchRunner(RunnerBase):
 
     @property
     def options(self) -> frozenset[str]:
-        """``expert_map``."""
         return frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.run`."""
         x_TH, ids_TA, weights_TA, out_TH = call.x_TH, call.topk_ids_TA, call.topk_weights_TA, call.out_TH
         if call.expert_map is not None:
             ids_TA = mapped_ids(ids_TA, call.expert_map)

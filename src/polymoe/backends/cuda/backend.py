@@ -174,7 +174,6 @@ class Cuda(BackendBase):
         return Prediction(family.rates.time_us(c.memory_us, c.compute_us / slower), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return CudaRunner(problem, packed)
 
 

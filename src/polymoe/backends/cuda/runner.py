@@ -123,7 +123,6 @@ class CudaRunner(RunnerBase):
         free.append(launches)
 
     def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.add_rows`."""
         ids_TA, weights_TA = call.topk_ids_TA.contiguous(), call.topk_weights_TA.contiguous()
         weighted = not self._layer.router_weight_on_input
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)

@@ -93,7 +93,6 @@ class FlashInfer(BackendBase):
         return _required(problem, machine).tuning_configs(problem, machine, tokens, timed)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         route = next(route for route in ROUTES.values() if packed.layout in route.layouts)
         return route.bind(problem, packed)
 

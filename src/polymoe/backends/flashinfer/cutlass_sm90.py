@@ -103,7 +103,6 @@ class CutlassSM90(Route):
         return [pair for pair in pairs if pair not in best]
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return _Sm90Runner(problem, packed)
 
 
@@ -134,11 +133,9 @@ class _Sm90Runner(RunnerBase):
 
     @property
     def options(self) -> frozenset[str]:
-        """``expert_map``."""
         return frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.run`."""
         assert isinstance(config, FlashInferConfig)
         x_TH, out_TH = call.x_TH, call.out_TH
         require_aligned("out", out_TH)

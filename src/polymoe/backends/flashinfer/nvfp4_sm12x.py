@@ -73,7 +73,6 @@ class Sm12xNvfp4(Route):
     notes: ClassVar[tuple[str, ...]] = ("compiles kernels at the first call with each power of two of tokens",)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
-        """Add every reason against the problem, other than those of the layout; return notes."""
         notes = super().check(problem, machine, reasons)
         function, driver, spec = problem.activation, machine.driver, problem.spec
         if isinstance(function, SwiGLU):
@@ -94,10 +93,6 @@ class Sm12xNvfp4(Route):
         reasons.need(loaded is not None and loaded >= (13, 0), f"active compiler of {_DSL}", expected, got)
         return notes
 
-    def layout(self, machine: Machine) -> str:
-        """Return the only one."""
-        return self.layouts[0]
-
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
         """Return the family for the number of tokens."""
         large = problem.activations == NVFP4 and tokens >= _THRESHOLD
@@ -117,7 +112,6 @@ class Sm12xNvfp4(Route):
         return rates.predict(cost(problem, machine.device, tokens))
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return _Sm12xRunner(problem, packed)
 
 
@@ -145,11 +139,9 @@ class _Sm12xRunner(RunnerBase):
 
     @property
     def options(self) -> frozenset[str]:
-        """``expert_map``."""
         return frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.run`."""
         assert isinstance(config, FlashInferConfig)
         x_TH, out_TH = call.x_TH, call.out_TH
         require_aligned("out", out_TH)

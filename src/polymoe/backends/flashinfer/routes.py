@@ -92,9 +92,9 @@ class Route(ABC):
         reasons.need(problem.activations in self.activations, "activations", modes, problem.activations)
         return (*self.notes, *need_package(reasons, machine, PACKAGE, self.least, wrong=self.wrong))
 
-    @abstractmethod
     def layout(self, machine: Machine) -> str:
         """The layout that the installed version reads; that of the newest where none is installed."""
+        return self.layouts[0]
 
     @abstractmethod
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:

@@ -72,17 +72,12 @@ class _Trtllm(Route):
     rates: ClassVar[RouteRates] = RouteRates(0.63, 0.5, 20.0)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
-        """Add every reason against the problem, other than those of the layout; return notes."""
         notes = super().check(problem, machine, reasons)
         need_shared_memory(reasons, machine, 227)
         experts, most = problem.spec.local_experts, _MOST_EXPERTS - _SPARE
         reasons.need(experts <= most, "experts on this rank", f"at most {most}", experts)
         reasons.need(problem.top_k <= _MOST_ACTIVE, "experts of a token", f"at most {_MOST_ACTIVE}", problem.top_k)
         return (*notes, *_need_cubins(reasons, machine))
-
-    def layout(self, machine: Machine) -> str:
-        """Return the only one."""
-        return self.layouts[0]
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
         """Return the only choice."""
@@ -98,13 +93,11 @@ class TrtllmMxint4(_Trtllm):
     notes: ClassVar[tuple[str, ...]] = ("routing weights are rounded to bfloat16",)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
-        """Add every reason against the problem, other than those of the layout; return notes."""
         sm100 = machine.device.capability == (10, 0)
         reasons.need(sm100, "GPU", "SM100: on SM103 the kernel fails (vllm#40419)", machine.device.arch)
         return super().check(problem, machine, reasons)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return _Mxint4Runner(problem, packed)
 
 
@@ -117,14 +110,12 @@ class TrtllmMxfp4(_Trtllm):
     activations: ClassVar[tuple[ActivationQuantization, ...]] = (UNQUANTIZED, MXFP8)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
-        """Add every reason against the problem, other than those of the layout; return notes."""
         if problem.activations == UNQUANTIZED:
             sm100 = machine.device.capability == (10, 0)
             reasons.need(sm100, "GPU with 16-bit activations", "SM100, whose kernels there are", machine.device.arch)
         return super().check(problem, machine, reasons)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return _Fp4Runner(problem, packed)
 
 
@@ -139,7 +130,6 @@ class TrtllmNvfp4(_Trtllm):
     notes: ClassVar[tuple[str, ...]] = ("inputs are NVFP4 at every token count",)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
-        """Add every reason against the problem, other than those of the layout; return notes."""
         function = problem.activation
         if isinstance(function, SwiGLU):
             # The limit would apply to sums that have no global scale yet.
@@ -147,7 +137,6 @@ class TrtllmNvfp4(_Trtllm):
         return super().check(problem, machine, reasons)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for the packed layer."""
         return _Fp4Runner(problem, packed)
 
 
@@ -205,7 +194,6 @@ class _TrtllmRunner(RunnerBase):
 
     @property
     def options(self) -> frozenset[str]:
-        """``expert_map``."""
         return frozenset(("expert_map",))
 
     def given(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> dict[str, Any]:
@@ -213,7 +201,6 @@ class _TrtllmRunner(RunnerBase):
         raise NotImplementedError
 
     def run(self, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.run`."""
         require_aligned("out", call.out_TH)
         experts = self.spec.local_experts
         ids_TA = local_ids(call.topk_ids_TA, self.spec.first_expert, experts, call.expert_map)

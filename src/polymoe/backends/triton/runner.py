@@ -161,7 +161,6 @@ class TritonRunner(RunnerBase):
         finalize(y_SRH, ids_TA, weights_TA, call.out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
 
     def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Runner.add_rows`."""
         assert isinstance(config, TritonConfig)
         spec, weighted = self.problem.spec, self.problem.weight_on == "output"
         arguments = (call.topk_ids_TA, call.topk_weights_TA, call.out_TH, spec.first_expert, spec.local_experts)
