@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from polymoe.checkpoint.hub import require_name
 from polymoe.cli.options import CheckpointName, Options, Placement, Sampling, option
 from polymoe.cli.output import say, speed_line, terminal_text
+from polymoe.errors import PolymoeError
 
 if TYPE_CHECKING:
     from polymoe.engines.transformers.chat import Chat, Turn
@@ -111,8 +112,6 @@ def _obey(command: str, chat: Chat) -> bool:
 
 def _answer(chat: Chat, message: str, *, interactive: bool, shown: bool, json: bool) -> None:
     """Print one reply as it is generated."""
-    from polymoe.errors import PolymoeError
-
     printer = _Printer(shown=shown, silent=json)
     try:
         with _interrupt_stops(chat) if interactive else contextlib.nullcontext():

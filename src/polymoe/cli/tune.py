@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from polymoe.cli.options import MeasuredLayer, OnDevice, Options, Output, backend_names, listed, option, token_counts
 from polymoe.cli.output import command_line, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
-from polymoe.errors import ArgumentError, nearest
+from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,6 @@ def _require_choice(choice: bool, kind: str) -> None:
 def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Return the named backends, or all that ``auto`` may choose."""
     from polymoe.backends import BACKENDS
-    from polymoe.errors import UnsupportedProblem
     from polymoe.planning.select import select
     from polymoe.problem.verdict import Accepted
 
