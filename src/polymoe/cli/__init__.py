@@ -28,8 +28,7 @@ from polymoe.cli import (
 )
 from polymoe.cli.commands import Group, add, group
 from polymoe.cli.memory import out_of_memory
-from polymoe.cli.output import fail
-from polymoe.errors import PolymoeError, printable
+from polymoe.errors import ArgumentError, PolymoeError, printable
 
 __all__ = ["app", "main"]
 
@@ -144,7 +143,8 @@ def main() -> None:
             finally:
                 sys.stdout.flush()  # here, where an error has a handler: a short output is still in the buffer
     except PolymoeError as error:
-        fail(error)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ArgumentError) else 1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

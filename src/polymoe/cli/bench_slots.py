@@ -45,10 +45,15 @@ def command(replayed: _Replayed, output: Output) -> None:
     """
     from polymoe.bench.slot_policies import replays, slots_of_layers
     from polymoe.layer.routing_trace import RoutingTrace
+    from polymoe.machine import Machine
+    from polymoe.machine.link import links
 
     trace = RoutingTrace.load(replayed.trace)
     slots = {f"{n:.0%}" if n < 1 else str(n): slots_of_layers(n, trace) for n in replayed.slots}
-    rates = _links(replayed.link)
+    if replayed.link is None:
+        rates = links(Machine.of(None).device.name)  # names, and bytes/s
+    else:
+        rates = [(f"{replayed.link:g} GB/s", replayed.link * 1e9)]
     calls = list(trace.calls())
     rows: list[dict[str, Any]] = []
     with Progress("bench slots") as progress:
@@ -68,14 +73,6 @@ def command(replayed: _Replayed, output: Output) -> None:
     for text, row in {row["slots"]: row for row in rows}.items():
         if row["calls_not_counted"]:
             say(f"{text} slots: {row['calls_not_counted']} of {row['calls']} calls need more experts and do not count")
-
-
-def _links(gb_per_s: float | None) -> Sequence[tuple[str, float]]:
-    """Names and rates in bytes/s."""
-    from polymoe.machine import Machine
-    from polymoe.machine.link import links
-
-    return links(Machine.of(None).device.name) if gb_per_s is None else [(f"{gb_per_s:g} GB/s", gb_per_s * 1e9)]
 
 
 def _plain(result: Replay, rates: Sequence[tuple[str, float]]) -> dict[str, Any]:

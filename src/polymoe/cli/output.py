@@ -8,10 +8,10 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from polymoe.common.units import format_bytes
-from polymoe.errors import ArgumentError, PolymoeError, printable
+from polymoe.errors import printable
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +83,6 @@ def speed_line(speed: dict[str, Any]) -> str:
 def print_json(value: Any) -> None:
     """Print one indented JSON object on stdout."""
     print(json.dumps(value, indent=2))
-
-
-def fail(error: PolymoeError) -> NoReturn:
-    """Print the error's message on stderr and exit: with code 2 for a wrong argument, else with 1."""
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2 if isinstance(error, ArgumentError) else 1)
 
 
 def command_line() -> str:
