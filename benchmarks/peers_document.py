@@ -152,6 +152,33 @@ def many_rows(found: dict[Row, Times]) -> str:
     return markdown(["", "us", *map(str, columns)], lines)
 
 
+def rates_picture(found: dict[Row, Times], device: str, path: Path) -> None:
+    """Draw TFLOP/s from 1,024 tokens on, a panel for each row with E4M3 inputs, beside the device's rate."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in found if row.activations != "16bit"]
+    figure = Figure(figsize=(6 * len(rows), 4.4), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
+        problem = case_of(row.case).problem(row.format, row.activations)
+        flops = 6 * problem.spec.hidden * problem.spec.intermediate * problem.top_k  # gate, up and down of a token
+        lines = {"polymoe": found[row].ours, **{LABELS.get(name, name): by for name, by in found[row].peers.items()}}
+        for n, (label, by) in enumerate(lines.items()):
+            points = [(t, flops * t / by[t].median_us / 1e6) for t in sorted(by) if t >= MANY]
+            style = {"linewidth": 2.5} if n == 0 else {"linestyle": "--", "linewidth": 1.5}
+            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=5, label=label, **style)
+        rate = (Machine.of(device).device.flops_fp8 or 0) / 1e12
+        axes.axhline(rate, color="grey", linewidth=0.8, label=f"nominal rate, {rate:,.0f}")
+        counts = [t for t in sorted(found[row].ours) if t >= MANY]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(t) for t in counts], fontsize=13)
+        axes.set_title(row.head.replace("`", ""), fontsize=14)
+        axes.set_xlabel("tokens", fontsize=14)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("TFLOP/s", fontsize=14)
+    figure.axes[-1].legend(fontsize=12)
+    write_png(figure, path)
+
+
 def name_of(row: Row) -> str:
     """The name of a row's plot."""
     return re.sub(r"[^a-z0-9]+", "-", row.head.replace("`", "").lower()) + ".png"

@@ -581,6 +581,7 @@ def main() -> None:
             picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
         named, _ = peers_document.by_case(compared())
         peers_document.pictures(named, ROOT / "docs" / "performance" / "plots")
+        peers_document.rates_picture(compared("h100"), "h100", ROOT / "docs" / "performance" / "many-rows-h100.png")
         for engine, file in ENGINES.items():
             png = ROOT / "docs" / "engines" / f"{engine.lower()}-h200.png"
             engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)
