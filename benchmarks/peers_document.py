@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from backends_document import markdown
 from share_plot import write_png
@@ -152,6 +153,15 @@ def many_rows(found: dict[Row, Times]) -> str:
     return markdown(["", "us", *map(str, columns)], lines)
 
 
+def _draw(axes: Any, of: Times, over: Mapping[int, float]) -> None:
+    """Draw a line of ours and one of each peer: ``over``, by tokens, divided by the time."""
+    lines = {"polymoe": of.ours, **{LABELS.get(name, name): by for name, by in of.peers.items()}}
+    for n, (label, by) in enumerate(lines.items()):
+        points = [(t, over[t] / by[t].median_us) for t in sorted(by) if t in over]
+        style: dict[str, Any] = {"linewidth": 2.5} if n == 0 else {"linestyle": "--", "linewidth": 1.5}
+        axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=5, label=label, **style)
+
+
 def rates_picture(found: dict[Row, Times], device: str, path: Path) -> None:
     """Draw TFLOP/s from 1,024 tokens on, a panel for each row with E4M3 inputs, beside the device's rate."""
     from matplotlib.figure import Figure
@@ -161,16 +171,12 @@ def rates_picture(found: dict[Row, Times], device: str, path: Path) -> None:
     for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
         problem = case_of(row.case).problem(row.format, row.activations)
         flops = 6 * problem.spec.hidden * problem.spec.intermediate * problem.top_k  # gate, up and down of a token
-        lines = {"polymoe": found[row].ours, **{LABELS.get(name, name): by for name, by in found[row].peers.items()}}
-        for n, (label, by) in enumerate(lines.items()):
-            points = [(t, flops * t / by[t].median_us / 1e6) for t in sorted(by) if t >= MANY]
-            style = {"linewidth": 2.5} if n == 0 else {"linestyle": "--", "linewidth": 1.5}
-            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=5, label=label, **style)
+        work = {t: flops * t / 1e6 for t in found[row].ours if t >= MANY}
+        _draw(axes, found[row], work)
         rate = (Machine.of(device).device.flops_fp8 or 0) / 1e12
         axes.axhline(rate, color="grey", linewidth=0.8, label=f"nominal rate, {rate:,.0f}")
-        counts = [t for t in sorted(found[row].ours) if t >= MANY]
         axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(t) for t in counts], fontsize=13)
+        axes.set_xticks(sorted(work), [str(t) for t in sorted(work)], fontsize=13)
         axes.set_title(row.head.replace("`", ""), fontsize=14)
         axes.set_xlabel("tokens", fontsize=14)
         axes.grid(alpha=0.3)
@@ -206,11 +212,7 @@ def pictures(found: dict[Row, Times], folder: Path) -> None:
         figure = Figure(figsize=(6, 4.4), layout="constrained")
         axes = figure.subplots()
         floors = {t: r.floor_us for t, r in of.ours.items()}
-        lines = {"polymoe": of.ours, **{LABELS.get(name, name): by for name, by in of.peers.items()}}
-        for n, (label, by) in enumerate(lines.items()):
-            points = [(t, floors[t] / by[t].median_us) for t in sorted(by) if t in floors]
-            style = {"linewidth": 2.5} if n == 0 else {"linestyle": "--", "linewidth": 1.5}
-            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=5, label=label, **style)
+        _draw(axes, of, floors)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(floors)[::2], [str(t) for t in sorted(floors)[::2]], fontsize=13)
         axes.set_xticks([], minor=True)
