@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -116,6 +117,7 @@ def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantizatio
 
 CASES = {
     "gpt-oss-120b": GPT_OSS_120B,
+    "gpt-oss-20b": GPT_OSS_120B | {"num_local_experts": 32},
     "deepseek-v4-flash": GPT_OSS_120B
     | {"hidden_size": 4096, "intermediate_size": 2048, "num_local_experts": 256, "num_experts_per_tok": 6},
     "deepseek-v3-tp8": _qwen3(7168, 256, 256, 8, FP8_BLOCK),
@@ -192,6 +194,8 @@ def floors(case: str, device: str = "cuda") -> dict[str, float]:
 
 
 Kernels = list[tuple[float, float]]
+DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a profiler's events that take time of the GPU."""
 
 
 def intervals(trace: dict[str, Any], operation: str) -> tuple[list[Kernels], Kernels]:
@@ -202,8 +206,7 @@ def intervals(trace: dict[str, Any], operation: str) -> tuple[list[Kernels], Ker
         operation: how its name begins, or that of a region that was recorded.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    device = ("kernel", "gpu_memcpy", "gpu_memset")
-    kernels = [event for event in events if event.get("cat") in device]
+    kernels = [event for event in events if event.get("cat") in DEVICE_EVENTS]
     by_launch: dict[int, Kernels] = {}
     for event in kernels:
         by_launch.setdefault(event["args"]["correlation"], []).append((event["ts"], event["ts"] + event["dur"]))
@@ -237,6 +240,15 @@ def busy_us(kernels: Kernels) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def busy_ms_by_kernel(trace: dict[str, Any], most: int = 30) -> dict[str, float]:
+    """Milliseconds of the kernels that take the most, by the first 80 characters of their names."""
+    total: Counter[str] = Counter()
+    for event in trace["traceEvents"]:
+        if event.get("cat") in DEVICE_EVENTS:
+            total[event["name"][:80]] += event["dur"] / 1e3
+    return {name: round(ms, 3) for name, ms in total.most_common(most)}
 
 
 _locks = contextlib.ExitStack()  # a lock is held until the process ends or releases it
@@ -509,6 +521,9 @@ def arguments(description: str | None, runs: str, *more: str) -> argparse.Namesp
         nargs="+",
         default=list(BATCHES),
         help="of decode steps (default: %(default)s); vLLM only",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=0, help="with --graphs: where a GPU's time goes with so many; vLLM only"
     )
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU")
     parser.add_argument(

@@ -17,9 +17,11 @@ that are those of one engine that does both. ``speed`` runs some layers of real 
 chooses experts about uniformly: for each backend the time to load, the peak of memory while loading, and the time
 inside the experts' operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``: time in
 which at least one of its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs,
-output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine runs in a process of its
-own; one that fails is a record with its error. With ``--dp``, ``answers`` starts as many processes, each a
-data-parallel rank with a GPU and prompts of its own. Records are JSON lines.
+output tokens per second and the GPU's time for one decode step (``step_us_*``), or with ``--requests`` seconds for so
+many prompts of 1,024 tokens at once, 256 tokens out (``seconds``), how long the GPU works meanwhile (``busy_s``), and
+the time of each kernel (``kernels_ms``). Each engine runs in a process of its own; one that fails is a record with its
+error. With ``--dp``, ``answers`` starts as many processes, each a data-parallel rank with a GPU and prompts of its own.
+Records are JSON lines.
 """
 
 from __future__ import annotations
@@ -171,14 +173,16 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
         return time.perf_counter() - start
 
-    def traced(batch: int, prompt: int, steps: int) -> Any:
+    def trace_of(batch: int, prompt: int, steps: int) -> dict[str, Any]:
         with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
             generate(batch, prompt, steps)
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
-            trace = json.loads(Path(folder, "trace.json").read_text())
-            return common.intervals(trace, "vllm::moe_forward")
+            return json.loads(Path(folder, "trace.json").read_text())
+
+    def traced(batch: int, prompt: int, steps: int) -> tuple[list[common.Kernels], common.Kernels]:
+        return common.intervals(trace_of(batch, prompt, steps), "vllm::moe_forward")
 
     for batch in request["batches"]:  # kernels are compiled now, while other engines start
         generate(batch, 16, 4)
@@ -192,6 +196,12 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         times = sorted(map(busy_us, traced(1, PREFILL, 1)[0]))
         found["moe_us_prefill"] = round(times[len(times) // 2], 1)
         return found | common.floors(request["case"])
+    if requests := request["requests"]:
+        for _ in range(2):  # the first compiles
+            found["seconds"] = round(generate(requests, 1024, 256), 3)
+        trace = trace_of(requests, 1024, 256)
+        found["busy_s"] = round(busy_us(common.intervals(trace, "vllm::moe_forward")[1]) / 1e6, 3)
+        return found | {"requests": requests, "kernels_ms": common.busy_ms_by_kernel(trace)}
     for batch in request["batches"]:
         times = [generate(batch, 16, 1 + DECODE_STEPS) - generate(batch, 16, 1) for _ in range(5)]
         found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[2], 1)
@@ -318,11 +328,17 @@ def run_speed(args: Namespace, record: Record) -> None:
                 "gpu_memory_utilization": 0.8, **memory, **parallel(args), **args.settings,
             }  # fmt: skip
             if args.graphs:
-                settings["compilation_config"] = {"cudagraph_capture_sizes": args.batches}
+                sizes = list(range(8, max(args.batches) + 1, 8)) if args.requests else args.batches
+                settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
             if backend not in ("polymoe", "auto"):
                 settings["moe_backend"] = backend
             request = {"what": "speed", "settings": settings, "case": args.case}
-            request |= {"layers": args.layers, "eager": not args.graphs, "batches": args.batches}
+            request |= {
+                "layers": args.layers,
+                "eager": not args.graphs,
+                "batches": args.batches,
+                "requests": args.requests,
+            }
             mode = "require" if backend == "polymoe" else "0"
             running[pool.submit(one, request, environment(args, mode))] = backend
         common.record_speed(running, args, record)

@@ -36,6 +36,8 @@ def test_kernels_of_the_experts_operation_are_those_that_it_launched() -> None:
     (call,), kernels = common.intervals({"traceEvents": trace}, "vllm::moe_forward")
     assert call == [(20, 30), (25, 35)]
     assert kernels == [(20, 30), (25, 35), (30, 40), (35, 45)]
+    trace.append(event("gpu_memset", 60, 2000, name="y" * 90))
+    assert common.busy_ms_by_kernel({"traceEvents": trace}) == {"y" * 80: 2, "x": 0.04}
 
 
 @pytest.mark.parametrize(
