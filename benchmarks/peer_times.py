@@ -46,6 +46,7 @@ ROWS = {
     "deepseek-v3-ep8": Row("deepseek-v3-ep8", _FP8),
     "glm-4.5-air": Row("qwen3-235b", _FP8, "fp8_block128", sizes=(4096, 1408, 128, 8)),
     "qwen3.5-35b": Row("qwen3-235b", f"{_FP8},monomoe", "fp8_block128", sizes=(2048, 512, 256, 8), most=8),
+    **{f"deepseek-v3-ep{n}": Row(f"deepseek-v3-ep{n}", "humming,vllm,deepgemm") for n in (32, 72, 320)},
     "w4a8": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_group128"),
     "w4a8-rows": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_token"),
     "bf16": Row("qwen3-235b-tp4-bf16", "vllm,quack", backends="cuda,triton"),
