@@ -23,7 +23,6 @@ from triton.runtime import interpreter
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.formats import Encoding, PerGroup, format_of
-from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS
 from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.activations import GeGLU, SwiGLU
@@ -76,7 +75,7 @@ def weights_of(case: dict) -> ExpertWeights:
     if "zero_points" in case:
         encoding = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
         gate_up, down = weights.dequantize()
-        weights = ExpertWeights.quantize(gate_up, down, Int4(encoding))
+        weights = ExpertWeights.quantize(gate_up, down, format_of(encoding))
     if case.get("activations") == "fp8_static":
         plain = weights
         scales = torch.rand(2, plain.spec.local_experts, generator=torch.Generator().manual_seed(3)) * 0.02 + 0.005

@@ -196,7 +196,7 @@ def _widths(intermediate: int, encodings: dict[str, Encoding], tp: int, uneven: 
             return equal
     if not uneven:
         return why
-    group = math.lcm(32, *(_grain(e, _axis(name)) for name, e in encodings.items()))
+    group = math.lcm(32, *(e.grain(_axis(name)) for name, e in encodings.items()))
     groups = ceil_div(intermediate, group)
     each = ceil_div(groups, tp) * group
     slices = tuple(min(each, intermediate - rank * each) for rank in range(tp))
@@ -219,16 +219,9 @@ def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | No
     return None
 
 
-def _grain(encoding: Encoding, axis: int) -> int:
-    """Return how many rows or columns stay together: those of one scale, and of one byte."""
-    per_byte = 2 if encoding.bits == 4 and axis == -1 else 1
-    g = encoding.granularity
-    return math.lcm(per_byte, _size(g, axis)) if isinstance(g, PerGroup) else per_byte
-
-
 def _block(encoding: Encoding, axis: int, slices: tuple[int, ...]) -> int:
     """Return the grain along F after FP8 blocks are refined as far as the slices need and the limit allows."""
-    grain = _grain(encoding, axis)
+    grain = encoding.grain(axis)
     if encoding.element != "e4m3":
         return grain
     fine = math.gcd(grain, *slices[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,21 +94,14 @@ class Encoding:
         if self.element not in ELEMENT_BITS:
             raise FormatError("Encoding.element", expected=f"one of {', '.join(ELEMENT_BITS)}", got=repr(self.element))
         if (self.granularity is None) != (self.scale_dtype is None):
-            raise FormatError(
-                "Encoding",
-                expected="granularity and scale_dtype together",
-                got=f"{self.granularity}, {self.scale_dtype}",
-            )
+            got = f"{self.granularity}, {self.scale_dtype}"
+            raise FormatError("Encoding", expected="granularity and scale_dtype together", got=got)
         if self.scale_dtype is not None and self.scale_dtype not in SCALE_BYTES:
-            raise FormatError(
-                "Encoding.scale_dtype", expected=f"one of {', '.join(SCALE_BYTES)}", got=repr(self.scale_dtype)
-            )
+            known = ", ".join(SCALE_BYTES)
+            raise FormatError("Encoding.scale_dtype", expected=f"one of {known}", got=repr(self.scale_dtype))
         if (self.element in ("bf16", "fp16")) != (self.granularity is None):
-            raise FormatError(
-                "Encoding",
-                expected="scales for elements of 8 bits or less, and only for those",
-                got=f"{self.element} with {self.granularity}",
-            )
+            expected = "scales for elements of 8 bits or less, and only for those"
+            raise FormatError("Encoding", expected=expected, got=f"{self.element} with {self.granularity}")
         if self.zero_points and self.element != "int4":
             raise FormatError("Encoding.zero_points", expected="int4 elements", got=self.element)
         if self.global_scale and self.element != "e2m1":
@@ -139,9 +133,11 @@ class Encoding:
 
     def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of a ``[rows, columns]`` matrix's codes: ``[N, K/2]`` bytes for 4-bit elements, else ``[N, K]``."""
-        if self.bits == 4 and columns % 2:
+        if self.bits != 4:
+            return rows, columns
+        if columns % 2:
             raise FormatError(f"{self.name} matrix", expected="an even number of columns", got=f"[{rows}, {columns}]")
-        return (rows, columns * self.bits // 8) if self.bits == 4 else (rows, columns)
+        return rows, columns // 2
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of a ``[rows, columns]`` matrix: codes, scales, zero points (4 bits each), global scale."""
@@ -156,6 +152,12 @@ class Encoding:
     def group_columns(self) -> int:
         """Columns that share one scale; 1 if scales do not restrict slices of columns."""
         return self.granularity.k if isinstance(self.granularity, PerGroup) else 1
+
+    def grain(self, axis: int) -> int:
+        """Rows (``axis`` -2) or columns (-1) that slices do not separate: those of one block, and of one byte."""
+        if axis == -2:
+            return self.granularity.n if isinstance(self.granularity, PerGroup) else 1
+        return math.lcm(self.group_columns, 2 if self.bits == 4 else 1)
 
     def __str__(self) -> str:
         return self.name

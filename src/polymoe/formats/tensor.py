@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 DAMAGED = "the file is damaged or was never written completely: fetch or convert it again"
 """The hint for numbers that no complete file has."""
+
+_PARTS = ("codes", "scales", "zero_points", "global_scale")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,27 +48,22 @@ class QuantTensor:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        e, name = self.encoding, self.encoding.name
-        _expect(f"{name} codes", self.codes, CODE_DTYPES[e.element], None)
+        name = self.encoding.name
         if self.codes.dim() < 2:
             raise FormatError(f"{name} codes", expected="[..., N, K]", got=str(list(self.codes.shape)))
         *lead, rows, columns = self.shape
-        for part, present in (
-            ("scales", e.granularity),
-            ("zero_points", e.zero_points),
-            ("global_scale", e.global_scale),
-        ):
-            if (getattr(self, part) is not None) != bool(present):
-                raise FormatError(
-                    f"{name} {part}", expected="a tensor" if present else "None", got=str(type(getattr(self, part)))
-                )
-        if e.granularity is not None and e.scale_dtype is not None:
-            grid = [*lead, *e.granularity.scale_shape(rows, columns)]
-            _expect(f"{name} scales", self.scales, SCALE_DTYPES[e.scale_dtype], grid)
-            if e.zero_points:
-                _expect(f"{name} zero points", self.zero_points, torch.uint8, grid)
-        if e.global_scale:
-            _expect(f"{name} global scale", self.global_scale, torch.float32, lead)
+        wanted = _kinds(self.encoding, lead, rows, columns)
+        for part in _PARTS:
+            if (getattr(self, part) is not None) != (part in wanted):
+                expected = "a tensor" if part in wanted else "None"
+                raise FormatError(f"{name} {part}", expected=expected, got=str(type(getattr(self, part))))
+        for part, (dtype, shape) in wanted.items():
+            where, tensor = f"{name} {part.replace('_', ' ')}", getattr(self, part)
+            if tensor.dtype != dtype:
+                hint = "view raw bytes, do not cast them"
+                raise FormatError(where, expected=str(dtype), got=str(tensor.dtype), hint=hint)
+            if list(tensor.shape) != shape:
+                raise FormatError(where, expected=f"shape {shape}", got=str(list(tensor.shape)))
 
     @property
     def shape(self) -> torch.Size:
@@ -87,8 +83,7 @@ class QuantTensor:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the existing tensors by field name, in a fixed order."""
-        names = ("codes", "scales", "zero_points", "global_scale")
-        return {name: part for name in names if (part := getattr(self, name)) is not None}
+        return {name: part for name in _PARTS if (part := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantTensor:
         """Return the tensor with ``function`` applied to every part."""
@@ -128,7 +123,7 @@ class QuantTensor:
         g, size = self.encoding.granularity, self.shape[axis]
         per_byte = 2 if axis == -1 and self.encoding.bits == 4 else 1
         block = (g.n if axis == -2 else g.k) if isinstance(g, PerGroup) else 1
-        grain = math.lcm(block, per_byte)
+        grain = self.encoding.grain(axis)
         where = f"{self.encoding.name} {'rows' if axis == -2 else 'columns'} {start}:{stop}"
         if not 0 <= start <= stop <= size:
             raise FormatError(where, expected=f"a range within 0 to {size}")
@@ -159,7 +154,8 @@ class QuantTensor:
         rows, columns = fine.scale_shape(*self.shape[-2:])
         assert self.scales is not None
         # Repeated as bytes: float8 dtypes have no repeat_interleave.
-        scales = _as_ints(self.scales).repeat_interleave(g.n // n, -2).repeat_interleave(g.k // k, -1)
+        plain = self.scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.scales.element_size()])
+        scales = plain.repeat_interleave(g.n // n, -2).repeat_interleave(g.k // k, -1)
         scales = scales[..., :rows, :columns].contiguous().view(self.scales.dtype)
         return replace(self, scales=scales, encoding=replace(self.encoding, granularity=fine))
 
@@ -200,29 +196,15 @@ class QuantTensor:
                 expected, got = "a scale other than 0", "only zeros"
             else:
                 continue
-            raise FormatError(
-                f"{where} {name.replace('_', ' ')}",
-                expected=expected,
-                got=got,
-                hint=DAMAGED,
-            )
+            raise FormatError(f"{where} {name.replace('_', ' ')}", expected=expected, got=got, hint=DAMAGED)
 
     @classmethod
     def empty(
         cls, encoding: Encoding, rows: int, columns: int, device: torch.device | str, *, stack: int | None = None
     ) -> QuantTensor:
         """Return a matrix ``[rows, columns]`` on ``device`` whose parts hold anything, or a stack of them."""
-        lead = () if stack is None else (stack,)
-        shape = (*lead, *encoding.codes_shape(rows, columns))
-        parts = {"codes": torch.empty(shape, dtype=CODE_DTYPES[encoding.element], device=device)}
-        if encoding.granularity is not None and encoding.scale_dtype is not None:
-            grid = (*lead, *encoding.granularity.scale_shape(rows, columns))
-            parts["scales"] = torch.empty(grid, dtype=SCALE_DTYPES[encoding.scale_dtype], device=device)
-            if encoding.zero_points:
-                parts["zero_points"] = torch.empty(grid, dtype=torch.uint8, device=device)
-        if encoding.global_scale:
-            parts["global_scale"] = torch.empty(lead, dtype=torch.float32, device=device)
-        return cls(encoding=encoding, **parts)
+        kinds = _kinds(encoding, [] if stack is None else [stack], rows, columns)
+        return cls(encoding=encoding, **{n: torch.empty(s, dtype=d, device=device) for n, (d, s) in kinds.items()})
 
     @staticmethod
     def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
@@ -259,13 +241,16 @@ def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> T
     return scales
 
 
-def _as_ints(scales: Tensor) -> Tensor:
-    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.element_size()])
-
-
-def _expect(what: str, tensor: Tensor | None, dtype: torch.dtype, shape: list[int] | None) -> None:
-    assert tensor is not None
-    if tensor.dtype != dtype:
-        raise FormatError(what, expected=str(dtype), got=str(tensor.dtype), hint="view raw bytes, do not cast them")
-    if shape is not None and list(tensor.shape) != shape:
-        raise FormatError(what, expected=f"shape {shape}", got=str(list(tensor.shape)))
+def _kinds(
+    encoding: Encoding, lead: Sequence[int], rows: int, columns: int
+) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return dtype and shape of each part of a stack ``lead`` of matrices ``[rows, columns]``."""
+    kinds = {"codes": (CODE_DTYPES[encoding.element], [*lead, *encoding.codes_shape(rows, columns)])}
+    if encoding.granularity is not None and encoding.scale_dtype is not None:
+        grid = [*lead, *encoding.granularity.scale_shape(rows, columns)]
+        kinds["scales"] = SCALE_DTYPES[encoding.scale_dtype], grid
+        if encoding.zero_points:
+            kinds["zero_points"] = torch.uint8, grid
+    if encoding.global_scale:
+        kinds["global_scale"] = torch.float32, [*lead]
+    return kinds
