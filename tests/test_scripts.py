@@ -109,8 +109,9 @@ def clone(tmp_path: Path) -> Path:
         program = tmp_path / ".venv" / "bin" / name
         program.write_text(PROGRAM.replace("{name}", name))
         program.chmod(0o755)
-    shutil.copytree(tmp_path / ".venv/bin", tmp_path / ".venv/torch-2.11.0/bin")
-    (tmp_path / ".venv/torch-2.11.0/installed").touch()
+    for folder in ("torch-2.11.0", "clients"):
+        shutil.copytree(tmp_path / ".venv/bin", tmp_path / ".venv" / folder / "bin")
+        (tmp_path / ".venv" / folder / "installed").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "src").mkdir()
     (tmp_path / "src/kernel.cu").touch()
@@ -135,6 +136,7 @@ ASKED = {
     "transformers 5.24.0": "*tests/engines/transformers/test_paged*",
     "triton 3.6.0": "*worksteal tests/kernels/test_triton*",
     "torch 2.11.0": "*worksteal --slow none tests/layer*",
+    "guidellm and lm-eval": "*worksteal tests/serve/test_guidellm*",
     "triton 3.9.0": "*worksteal --slow none tests/kernels*",
     "the engines' contracts": "*engine_contract*",
     "Transformers' tests": "*transformers_suite*",
