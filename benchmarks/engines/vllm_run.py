@@ -7,21 +7,22 @@
 
 ``answers`` asks each bundled checkpoint that vLLM can run for sums, once with ``POLYMOE=require`` and once with
 ``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
-layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). With ``--again``
-it asks all questions so often again, and counts the answers that stay the same; where vLLM moves experts between ranks
+layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). With ``--again`` it
+asks all questions so often again, and counts the answers that stay the same; where vLLM moves experts between ranks
 (EPLB), also the places that hold another expert after each time (``moved``). With ``--sleep``, it sends the engine to
 sleep on levels 1, 2 and 1, and counts the equal answers after each time. ``reload`` starts each with CUDA graphs,
 reloads changed weights, the first ones, and the changed ones again, and compares the answers with those of a fresh
 start. ``pair`` fills the cache in one engine and continues in another, on the same GPU, and counts the continuations
-that are those of one engine that does both. ``speed`` runs some layers of real sizes with random weights, whose router
-chooses experts about uniformly: for each backend the time to load, the peak of memory while loading, and the time
-inside the experts' operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``: time in
-which at least one of its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs,
-output tokens per second and the GPU's time for one decode step (``step_us_*``), or with ``--requests`` seconds for so
-many prompts of 1,024 tokens at once, 256 tokens out (``seconds``), how long the GPU works meanwhile (``busy_s``), and
-the time of each kernel (``kernels_ms``). Each engine runs in a process of its own; one that fails is a record with its
-error. With ``--dp``, ``answers`` starts as many processes, each a data-parallel rank with a GPU and prompts of its own.
-Records are JSON lines.
+that are those of one engine that does both; ``margins_where_others`` has by how much that engine's token was more
+likely than the next (logarithms) where another came. ``speed`` runs some layers of real sizes with random weights,
+whose router chooses experts about uniformly: for each backend the time to load, the peak of memory while loading, and
+the time inside the experts' operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``:
+time in which at least one of its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA
+graphs, output tokens per second and the GPU's time for one decode step (``step_us_*``), or with ``--requests`` seconds
+for so many prompts of 1,024 tokens at once, 256 tokens out (``seconds``), how long the GPU works meanwhile
+(``busy_s``), and the time of each kernel (``kernels_ms``). Each engine runs in a process of its own; one that fails is
+a record with its error. With ``--dp``, ``answers`` starts as many processes, each a data-parallel rank with a GPU and
+prompts of its own. Records are JSON lines.
 """
 
 from __future__ import annotations
@@ -147,15 +148,19 @@ def experts_held(worker: Any) -> Any:
 
 
 def continued(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens after prompts of three blocks of the cache and two tokens more, of several sums each."""
+    """Greedy tokens after prompts of three blocks of the cache and two tokens more, of several sums each; by how much
+    each is more likely than the next one (logarithms)."""
     from vllm import SamplingParams  # pyright: ignore
 
     llm, found = engine(request["settings"])
     tokenizer = llm.get_tokenizer()
     ids = [token for question, _ in common.sums(request["count"]) for token in tokenizer(question)["input_ids"]]
     prompts = [{"prompt_token_ids": ids[i : i + 50]} for i in range(0, len(ids) - 50, 25)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=request["steps"]), use_tqdm=False)
-    return found | {"tokens": [list(out.outputs[0].token_ids) for out in outputs], "of": len(prompts)}
+    params = SamplingParams(temperature=0, max_tokens=request["steps"], logprobs=2)
+    outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+    likely = [[sorted((t.logprob for t in step.values()), reverse=True) for step in out.logprobs] for out in outputs]
+    found["margins"] = [[round(first - second, 4) for first, second, *_ in steps] for steps in likely]
+    return found | {"tokens": [list(out.token_ids) for out in outputs], "of": len(prompts)}
 
 
 def speed(request: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +179,8 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         return time.perf_counter() - start
 
     def trace_of(batch: int, prompt: int, steps: int) -> dict[str, Any]:
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        kinds = [torch.profiler.ProfilerActivity.CUDA] if request["requests"] else torch.profiler.supported_activities()
+        with torch.profiler.profile(activities=list(kinds)) as profile:
             generate(batch, prompt, steps)
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
@@ -295,24 +301,31 @@ def run_reload(args: Namespace, record: Record) -> None:
 
 
 def run_pair(args: Namespace, record: Record) -> None:
-    def ask(name: str, steps: int, **settings: Any) -> dict[str, Any]:
+    def ask(name: str, mode: str, steps: int, **settings: Any) -> dict[str, Any]:
         settings = small(name, args, enforce_eager=not args.graphs, block_size=16, **settings)
         request = {"what": "pair", "count": args.count, "settings": settings, "steps": steps}
-        return one(request, environment(args, "require"))
+        return one(request, environment(args, mode))
 
-    for name in args.models or ["sums-qwen3-fp8"]:
+    def pair(name: str, mode: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             shared = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": folder}}
-            filled = ask(name, 1, kv_transfer_config=shared | {"kv_role": "kv_producer"})
+            filled = ask(name, mode, 1, kv_transfer_config=shared | {"kv_role": "kv_producer"})
             files = len(list(Path(folder).glob("*/*.safetensors")))
-            result = ask(name, 8, kv_transfer_config=shared | {"kv_role": "kv_consumer"})
-        alone = ask(name, 8)
+            result = ask(name, mode, 8, kv_transfer_config=shared | {"kv_role": "kv_consumer"})
+        alone = ask(name, mode, 8)
         errors = [found["error"] for found in (filled, result, alone) if "error" in found]
         if errors:
-            result = {"error": errors[0]}
-        else:
-            result["same_as_one"] = sum(a == b for a, b in zip(result["tokens"], alone["tokens"], strict=True))
-        record({"model": Path(name).name, "experts": "polymoe", "pair": True, "files": files} | result)
+            return {"error": errors[0]}
+        margins, parted = alone.pop("margins"), []
+        for ours, theirs, margin in zip(result["tokens"], alone["tokens"], margins, strict=True):
+            parted += next(([m] for a, b, m in zip(ours, theirs, margin, strict=False) if a != b), [])
+        same = sum(a == b for a, b in zip(result["tokens"], alone["tokens"], strict=True))
+        del result["margins"]
+        return result | {"files": files, "same_as_one": same, "margins_where_others": parted}
+
+    for name in args.models or ["sums-qwen3-fp8"]:
+        for experts, mode in (("polymoe", "require"), ("vllm", "0")):
+            record({"model": Path(name).name, "experts": experts, "pair": True} | pair(name, mode))
 
 
 def run_speed(args: Namespace, record: Record) -> None:
