@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +18,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A name of an engine.
+    """A name of an engine, and what is used of it.
 
     Attributes:
         module: where it is defined.
-        name: of a function or method (``Class.method``), of a class, or of anything else that a module has.
-        uses: parameters of the function that are used by name, or attributes of the class.
-        leading: of what polymoe calls or overrides in a fixed order, the names of the first positional parameters. It
-            may then need no parameters but these and ``uses``.
-        more: whether it may need further ones.
+        text: ``"f: a, b"`` is a function with parameters, or a class with attributes, called a and b. ``"f(a, b, c=)"``
+            is called, or overridden, with a and b in this order and c by name, and needs no more than these;
+            ``"f(a, ...)"`` may need more. ``"f"`` is anything that a module has. f may be a method, ``Class.method``.
     """
 
     module: str
-    name: str
-    uses: tuple[str, ...] = ()
-    leading: tuple[str, ...] | None = None
-    more: bool = False
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Of the function, method or class."""
+        return re.split(r"[:(]", self.text)[0]
 
     @property
     def path(self) -> str:
@@ -40,8 +41,12 @@ class Hook:
         return f"{self.module}.{self.name}"
 
     def __str__(self) -> str:
-        names = [*(self.leading or ()), *(f"{name}=" for name in self.uses)]
-        return f"{self.path}({', '.join(names)})" if names or self.leading is not None else self.path
+        return f"{self.module}.{self.text}"
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """What follows the name."""
+        return tuple(re.findall(r"[\w.=]+", self.text.removeprefix(self.name)))
 
     def difference(self) -> str | None:
         """What the installed engine has instead: "none", "no NAMES" or another signature; None if it has the hook."""
@@ -51,23 +56,25 @@ class Hook:
                 found = getattr(found, part)
         except (ImportError, AttributeError):
             return "none"
-        if self.leading is not None:
+        if "(" in self.text:
             signature = inspect.signature(found)
-            return None if self._fits(signature, self.leading) else f"{self.path}{signature}"
-        names = _names(found)
-        lacking = [name for name in self.uses if name not in names and not hasattr(found, name)]
+            return None if self._fits(signature) else f"{self.path}{signature}"
+        has = _names(found)
+        lacking = [name for name in self.uses if name not in has and not hasattr(found, name)]
         return f"no {', '.join(lacking)}" if lacking else None
 
-    def _fits(self, signature: inspect.Signature, leading: tuple[str, ...]) -> bool:
+    def _fits(self, signature: inspect.Signature) -> bool:
+        leading = [name for name in self.uses if not name.endswith(("=", "..."))]
+        by_name = [name.removesuffix("=") for name in self.uses if name.endswith("=")]
         parameters = list(signature.parameters.values())
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         needed = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
         return (
-            tuple(positional[: len(leading)]) == leading
-            and all(name in signature.parameters or any_keyword for name in self.uses)
-            and (self.more or needed <= {*leading, *self.uses})
+            positional[: len(leading)] == leading
+            and all(name in signature.parameters or any_keyword for name in by_name)
+            and ("..." in self.uses or needed <= {*leading, *by_name})
         )
 
 

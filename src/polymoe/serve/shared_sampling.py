@@ -21,22 +21,12 @@ from polymoe.serve.settings import GenerationSettings
 
 _WITHIN = "transformers.generation.continuous_batching"
 HOOKS = (
-    Hook(f"{_WITHIN}.model_runner", "ModelRunner._get_forward_fn", leading=("self", "use_block_table")),
-    Hook(f"{_WITHIN}.model_runner", "ModelRunner._sample", leading=("self", "scores", "output_ids")),
-    Hook(f"{_WITHIN}.model_runner", "ModelRunner.compute_batch", leading=("self", "model", "batch_data")),
-    Hook(f"{_WITHIN}.input_outputs", "ContinuousBatchingIOs.get_cb_kwargs", leading=("self",)),
-    Hook(
-        f"{_WITHIN}.input_outputs",
-        "ContinuousBatchingIOs.prepare_batch_tensors",
-        leading=("self", "requests_in_batch"),
-        more=True,
-    ),
-    Hook(
-        f"{_WITHIN}.input_outputs",
-        "ContinuousBatchingAsyncIOs.prepare_batch_tensors",
-        leading=("self", "requests_in_batch"),
-        more=True,
-    ),
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner._get_forward_fn(self, use_block_table)"),
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner._sample(self, scores, output_ids)"),
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner.compute_batch(self, model, batch_data)"),
+    Hook(f"{_WITHIN}.input_outputs", "ContinuousBatchingIOs.get_cb_kwargs(self)"),
+    Hook(f"{_WITHIN}.input_outputs", "ContinuousBatchingIOs.prepare_batch_tensors(self, requests_in_batch, ...)"),
+    Hook(f"{_WITHIN}.input_outputs", "ContinuousBatchingAsyncIOs.prepare_batch_tensors(self, requests_in_batch, ...)"),
 )
 """What this module relies on. Older versions of Transformers do not have it."""
 

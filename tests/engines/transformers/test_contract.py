@@ -35,36 +35,30 @@ SERVER = SHARED_SAMPLING
 """What only ``polymoe serve`` uses."""
 
 OTHERS = (
-    Hook("transformers.integrations.finegrained_fp8", "load_finegrained_fp8_kernel", leading=()),
-    Hook("transformers.integrations.hub_kernels", "lazy_load_kernel", leading=("kernel_name",)),
-    Hook("transformers.utils.logging", "set_verbosity_error", leading=()),
-    Hook("transformers.cli.serving.utils", "build_response_parser", leading=("processor", "model", "input_ids")),
-    Hook("transformers.cli.serving.utils", "get_response_template", leading=("processor", "model")),
-    Hook("transformers.cli.serving.utils", "response_events_to_chunks", leading=("events",)),
+    Hook("transformers.integrations.finegrained_fp8", "load_finegrained_fp8_kernel()"),
+    Hook("transformers.integrations.hub_kernels", "lazy_load_kernel(kernel_name)"),
+    Hook("transformers.utils.logging", "set_verbosity_error()"),
+    Hook("transformers.cli.serving.utils", "build_response_parser(processor, model, input_ids)"),
+    Hook("transformers.cli.serving.utils", "get_response_template(processor, model)"),
+    Hook("transformers.cli.serving.utils", "response_events_to_chunks(events)"),
     Hook("transformers.cli.serving.utils", "ReasoningText"),
-    Hook("transformers.cli.serving.utils", "ToolCall", ("name", "arguments"), leading=()),
+    Hook("transformers.cli.serving.utils", "ToolCall(name=, arguments=)"),
 )
 """What single options use."""
 
 CONVERSIONS = (
-    Hook("transformers.initialization", "meta_device_safe_creation_ops", leading=()),
-    Hook("transformers.initialization", "no_init_weights", leading=()),
-    Hook("transformers.conversion_mapping", "get_model_conversion_mapping", ("add_legacy",), leading=("model",)),
+    Hook("transformers.initialization", "meta_device_safe_creation_ops()"),
+    Hook("transformers.initialization", "no_init_weights()"),
+    Hook("transformers.conversion_mapping", "get_model_conversion_mapping(model, add_legacy=)"),
     Hook("transformers.core_model_loading", "PrefixChange"),
+    Hook("transformers.core_model_loading", "WeightConverter.convert(self, layer_name, model=, config=)"),
+    Hook("transformers.core_model_loading", "WeightRenaming.reverse_transform(self)"),
+    Hook("transformers.core_model_loading", "apply_converters(source_key, weight_converters)"),
+    Hook("transformers.core_model_loading", "apply_renamings(source_key, weight_renamings)"),
+    Hook("transformers.core_model_loading", "dot_natural_key(s)"),
     Hook(
         "transformers.core_model_loading",
-        "WeightConverter.convert",
-        ("model", "config"),
-        leading=("self", "layer_name"),
-    ),
-    Hook("transformers.core_model_loading", "WeightRenaming.reverse_transform", leading=("self",)),
-    Hook("transformers.core_model_loading", "apply_converters", leading=("source_key", "weight_converters")),
-    Hook("transformers.core_model_loading", "apply_renamings", leading=("source_key", "weight_renamings")),
-    Hook("transformers.core_model_loading", "dot_natural_key", leading=("s",)),
-    Hook(
-        "transformers.core_model_loading",
-        "rename_source_key",
-        leading=("source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"),
+        "rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict)",
     ),
 )
 """What models without a row in a table of families use, from Transformers 5.23 on."""

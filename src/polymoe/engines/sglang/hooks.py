@@ -6,7 +6,6 @@ from polymoe.engines.hooks import Hook
 
 _MOE = "sglang.srt.layers.moe"
 _LAYER = f"{_MOE}.fused_moe_triton.layer"
-_QUANTIZATION = "sglang.srt.layers.quantization.base_config"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 INIT = f"{_LAYER}.FusedMoE.__init__"
@@ -21,46 +20,43 @@ TENSORS = f"{_UPDATER}.WeightUpdater.update_weights_from_tensor"
 """Hooked: weights are updated from tensors while the engine runs."""
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
-    Hook("sglang.srt.plugins.hook_registry", "HookType", ("AFTER", "AROUND", "BEFORE")),
-    Hook("sglang.srt.runtime_context", "get_server_args", ()),
-    Hook("sglang.srt.distributed.parallel_state", "get_tp_group", ()),
-    Hook(_LAYER, "FusedMoE.__init__", ("self", "hidden_size", "intermediate_size", "quant_config", "prefix")),
-    Hook(_LAYER, "FusedMoE.weight_loader",
-         ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")),
-    Hook(_LAYER, "FusedMoE.weight_loader_fused", ("self", "param", "loaded_weight", "weight_name", "shard_id")),
-    Hook(_LAYER, "FusedMoE._map_global_expert_id_to_local_expert_id", ("self", "expert_id")),
+    Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register: target, hook, hook_type"),
+    Hook("sglang.srt.plugins.hook_registry", "HookType: AFTER, AROUND, BEFORE"),
+    Hook("sglang.srt.runtime_context", "get_server_args"),
+    Hook("sglang.srt.distributed.parallel_state", "get_tp_group"),
+    Hook(_LAYER, "FusedMoE.__init__: self, hidden_size, intermediate_size, quant_config, prefix"),
+    Hook(_LAYER, "FusedMoE.weight_loader: self, param, loaded_weight, weight_name, shard_id, expert_id"),
+    Hook(_LAYER, "FusedMoE.weight_loader_fused: self, param, loaded_weight, weight_name, shard_id"),
+    Hook(_LAYER, "FusedMoE._map_global_expert_id_to_local_expert_id: self, expert_id"),
     Hook(
-        _QUANTIZATION,
-        "FusedMoEMethodBase.create_weights",
-        ("self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+        "sglang.srt.layers.quantization.base_config",
+        "FusedMoEMethodBase.create_weights: "
+        "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype",
     ),
-    Hook(_QUANTIZATION, "FusedMoEMethodBase.create_moe_runner", ("self", "layer", "moe_runner_config")),
-    Hook(_QUANTIZATION, "FusedMoEMethodBase.apply", ("self", "layer", "dispatch_output")),
-    Hook(_QUANTIZATION, "QuantizeMethodBase.process_weights_after_loading", ("self", "layer")),
+    Hook(
+        "sglang.srt.layers.quantization.base_config",
+        "FusedMoEMethodBase.create_moe_runner: self, layer, moe_runner_config",
+    ),
+    Hook("sglang.srt.layers.quantization.base_config", "FusedMoEMethodBase.apply: self, layer, dispatch_output"),
+    Hook("sglang.srt.layers.quantization.base_config", "QuantizeMethodBase.process_weights_after_loading: self, layer"),
     Hook(
         f"{_MOE}.moe_runner.base",
-        "MoeRunnerConfig",
-        (
-            "activation", "apply_router_weight_on_input", "gate_up_interleaved", "gemm1_alpha", "gemm1_clamp_limit",
-            "is_gated", "no_combine", "params_dtype", "routed_scaling_factor", "swiglu_limit",
-        ),
+        "MoeRunnerConfig: activation, apply_router_weight_on_input, gate_up_interleaved, gemm1_alpha, "
+        "gemm1_clamp_limit, is_gated, no_combine, params_dtype, routed_scaling_factor, swiglu_limit",
     ),
     Hook(
-        f"{_MOE}.token_dispatcher.standard",
-        "StandardDispatchOutput",
-        ("hidden_states", "hidden_states_scale", "topk_output"),
+        f"{_MOE}.token_dispatcher.standard", "StandardDispatchOutput: hidden_states, hidden_states_scale, topk_output"
     ),
-    Hook(f"{_MOE}.token_dispatcher.standard", "StandardCombineInput", ("hidden_states",)),
-    Hook(f"{_MOE}.topk", "TopKOutputChecker.format_is_standard", ("topk_output",)),
-    Hook(f"{_MOE}.topk", "TopKOutputFormat", ("STANDARD",)),
-    Hook(f"{_MOE}.topk", "TopK.forward_cuda", ("self", "hidden_states", "router_logits")),
-    Hook(f"{_MOE}.utils", "get_moe_a2a_backend", ()),
-    Hook(f"{_MOE}.utils", "get_moe_runner_backend", ()),
-    Hook(f"{_MOE}.utils", "should_use_flashinfer_cutlass_moe_fp4_allgather", ()),
-    Hook("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ("self", "forward_batch")),
-    Hook(_UPDATER, "WeightUpdater.update_weights_from_tensor", ("self", "named_tensors", "load_format")),
-)  # fmt: skip
+    Hook(f"{_MOE}.token_dispatcher.standard", "StandardCombineInput: hidden_states"),
+    Hook(f"{_MOE}.topk", "TopKOutputChecker.format_is_standard: topk_output"),
+    Hook(f"{_MOE}.topk", "TopKOutputFormat: STANDARD"),
+    Hook(f"{_MOE}.topk", "TopK.forward_cuda: self, hidden_states, router_logits"),
+    Hook(f"{_MOE}.utils", "get_moe_a2a_backend"),
+    Hook(f"{_MOE}.utils", "get_moe_runner_backend"),
+    Hook(f"{_MOE}.utils", "should_use_flashinfer_cutlass_moe_fp4_allgather"),
+    Hook("sglang.srt.model_executor.model_runner", "ModelRunner.forward: self, forward_batch"),
+    Hook(_UPDATER, "WeightUpdater.update_weights_from_tensor: self, named_tensors, load_format"),
+)
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
 
 LAYER_ATTRIBUTES = (

@@ -20,82 +20,54 @@ from polymoe.checkpoint.architectures.interface import NEWEST, unsupported
 from polymoe.engines.hooks import Hook, differences
 from polymoe.problem.call import DTYPES
 
+_MODELING, _MOE = "transformers.modeling_utils", "transformers.integrations.moe"
+
 HOOKS = (
     # load and install
-    Hook(
-        "transformers.modeling_utils",
-        "get_hf_quantizer",
-        leading=("config", "quantization_config", "device_map", "weights_only", "user_agent"),
-    ),
-    Hook(
-        "transformers.modeling_utils",
-        "PreTrainedModel._load_pretrained_model",
-        leading=("model", "state_dict", "checkpoint_files", "load_config"),
-    ),
-    Hook("transformers.modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_missing"),
-    Hook("transformers.modeling_utils", "LoadStateDictConfig", ("hf_quantizer", "device_mesh")),
+    Hook(_MODELING, "get_hf_quantizer(config, quantization_config, device_map, weights_only, user_agent)"),
+    Hook(_MODELING, "PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config)"),
+    Hook(_MODELING, "PreTrainedModel._keys_to_ignore_on_load_missing"),
+    Hook(_MODELING, "LoadStateDictConfig: hf_quantizer, device_mesh"),
     Hook("transformers.quantizers.auto", "AUTO_QUANTIZATION_CONFIG_MAPPING"),
     Hook("transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING"),
-    Hook("transformers.quantizers.auto", "AutoHfQuantizer.from_config", leading=("quantization_config",)),
-    Hook("transformers.quantizers.base", "get_keys_to_not_convert", leading=("model",)),
-    Hook("transformers.quantizers.base", "HfQuantizer", leading=("quantization_config",)),
-    Hook("transformers.quantizers.base", "HfQuantizer._convert_model_for_quantization", leading=("self", "model")),
-    Hook("transformers.quantizers.base", "HfQuantizer._process_model_before_weight_loading", leading=("self", "model")),
-    Hook("transformers.quantizers.base", "HfQuantizer._process_model_after_weight_loading", leading=("self", "model")),
-    Hook(
-        "transformers.quantizers.base",
-        "HfQuantizer.update_weight_conversions",
-        leading=("self", "weight_conversions"),
-        more=True,
-    ),
-    Hook(
-        "transformers.quantizers.base",
-        "HfQuantizer.param_element_size",
-        leading=("self", "model", "param_name", "param"),
-    ),
-    Hook("transformers.quantizers.base", "HfQuantizer.adjust_max_memory", leading=("self", "max_memory")),
-    Hook("transformers.quantizers.base", "HfQuantizer.validate_environment", leading=("self",)),
-    Hook("transformers.quantizers.base", "HfQuantizer.is_serializable", leading=("self",)),
+    Hook("transformers.quantizers.auto", "AutoHfQuantizer.from_config(quantization_config)"),
+    Hook("transformers.quantizers.base", "get_keys_to_not_convert(model)"),
+    Hook("transformers.quantizers.base", "HfQuantizer(quantization_config)"),
+    Hook("transformers.quantizers.base", "HfQuantizer._convert_model_for_quantization(self, model)"),
+    Hook("transformers.quantizers.base", "HfQuantizer._process_model_before_weight_loading(self, model)"),
+    Hook("transformers.quantizers.base", "HfQuantizer._process_model_after_weight_loading(self, model)"),
+    Hook("transformers.quantizers.base", "HfQuantizer.update_weight_conversions(self, weight_conversions, ...)"),
+    Hook("transformers.quantizers.base", "HfQuantizer.param_element_size(self, model, param_name, param)"),
+    Hook("transformers.quantizers.base", "HfQuantizer.adjust_max_memory(self, max_memory)"),
+    Hook("transformers.quantizers.base", "HfQuantizer.validate_environment(self)"),
+    Hook("transformers.quantizers.base", "HfQuantizer.is_serializable(self)"),
     Hook("transformers.quantizers.base", "HfQuantizer.is_trainable"),
     Hook("transformers.quantizers.base", "HfQuantizer.is_compileable"),
     Hook("transformers.utils.quantization_config", "QuantizationConfigMixin"),
     Hook("transformers.utils.logging", "tqdm"),
     # names of model families
-    Hook("transformers.models.auto.configuration_auto", "CONFIG_MAPPING.register", leading=("key", "value")),
+    Hook("transformers.models.auto.configuration_auto", "CONFIG_MAPPING.register(key, value)"),
     Hook("transformers.models.auto.configuration_auto", "CONFIG_MAPPING._extra_content"),
     Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
     # tokenizers
     Hook("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
-    Hook("transformers.utils.chat_template_utils", "get_json_schema", leading=("func",)),
+    Hook("transformers.utils.chat_template_utils", "get_json_schema(func)"),
     # experts
-    Hook("transformers.integrations.moe", "ExpertsInterface.register", leading=("key", "value")),
-    Hook("transformers.integrations.moe", "ExpertsInterface._global_mapping"),
-    Hook(
-        "transformers.integrations.moe",
-        "grouped_mm_experts_forward",
-        leading=("self", "hidden_states", "top_k_index", "top_k_weights"),
-    ),
-    Hook(
-        "transformers.integrations.moe",
-        "use_experts_implementation",
-        ("is_concatenated", "is_transposed", "has_bias", "has_gate"),
-        leading=("experts_class",),
-    ),
+    Hook(_MOE, "ExpertsInterface.register(key, value)"),
+    Hook(_MOE, "ExpertsInterface._global_mapping"),
+    Hook(_MOE, "grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)"),
+    Hook(_MOE, "use_experts_implementation(experts_class, is_concatenated=, is_transposed=, has_bias=, has_gate=)"),
     # decoding and continuous batching
-    Hook("transformers", "StaticCache", leading=("config", "max_cache_len")),
-    Hook("transformers", "AttentionInterface.register", leading=("key", "value")),
+    Hook("transformers", "StaticCache(config, max_cache_len)"),
+    Hook("transformers", "AttentionInterface.register(key, value)"),
     Hook(
         "transformers.generation.continuous_batching",
-        "PagedAttentionCache.update",
-        leading=("self", "key_states", "value_states", "layer_idx"),
-        more=True,
+        "PagedAttentionCache.update(self, key_states, value_states, layer_idx, ...)",
     ),
     Hook(
         "transformers",
-        "ContinuousBatchingConfig",
-        ("use_cuda_graph", "use_async_batching", "q_padding_interval_size", "max_memory_percent"),
-        leading=(),
+        "ContinuousBatchingConfig(use_cuda_graph=, use_async_batching=, q_padding_interval_size=, max_memory_percent=)",
     ),
 )
 """What loading and running models rely on. What only ``polymoe serve`` uses is in the test."""
