@@ -36,9 +36,7 @@ class Engine:
     Attributes:
         name: in messages.
         sources: its methods, or the schemes that store their tensors.
-        methods: the one that loads a dialect of a checkpoint; DeepSeek-V4's by its format.
         maps_ids: whether it gives a rank of an expert parallel group the places of experts on this rank.
-        multiples: by method, what the intermediate size of MXFP4 is padded to a multiple of.
         refines: whether it repeats the scales of FP8 blocks that ranks split; otherwise it refuses such ranks.
         tested: the version that ran, or whose source was read.
         unread: dialects with a method whose tensors this version does not load.
@@ -48,14 +46,17 @@ class Engine:
 
     name: str
     sources: Mapping[str, StackedSource]
-    methods: Mapping[str, str]
     maps_ids: bool
-    multiples: Mapping[str, int]
     refines: bool
     tested: str
     unread: frozenset[str] = frozenset()
     limits: Mapping[str, str] = field(default_factory=dict)
     single_group: str = ""
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """The method that loads a dialect of a checkpoint; DeepSeek-V4's by its format."""
+        return {dialect: name for name, source in self.sources.items() for dialect in source.loads}
 
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(
@@ -63,26 +64,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "vllm": Engine(
             name="vLLM",
             sources=VLLM,
-            methods={
-                "awq": "AutoAWQMoEMethod",
-                "ct_float": "CompressedTensorsW8A8Fp8MoEMethod",
-                "ct_int4": "CompressedTensorsWNA16MoEMethod",
-                "ct_mxfp4": "CompressedTensorsW4A4Mxfp4MoEMethod",
-                "ct_mxfp8": "CompressedTensorsW8A8Mxfp8MoEMethod",
-                "ct_nvfp4": "CompressedTensorsW4A4Nvfp4MoEMethod",
-                "deepseek": "Fp8MoEMethod",
-                "deepseek_v4 fp8_block128": "Fp8MoEMethod",
-                "deepseek_v4 mxfp4": "Mxfp4MoEMethod",
-                "gpt_oss": "GptOssMxfp4MoEMethod",
-                "gptq": "AutoGPTQMoEMethod",
-                "minimax_mxfp8": "ModelOptMxFp8FusedMoE",
-                "modelopt_fp8": "ModelOptFp8MoEMethod",
-                "modelopt_mxfp8": "ModelOptMxFp8FusedMoE",
-                "modelopt_nvfp4": "ModelOptNvFp4FusedMoE",
-                "plain": "UnquantizedFusedMoEMethod",
-            },
             maps_ids=False,
-            multiples={name: row.multiple for name, row in VLLM.items()},
             refines=True,
             tested="0.32.0",
             limits={
@@ -96,23 +78,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "sglang": Engine(
             name="SGLang",
             sources=SGLANG,
-            methods={
-                "awq": "AWQMoEScheme",
-                "ct_float": "CompressedTensorsW8A8Fp8MoE",
-                "ct_int4": "CompressedTensorsWNA16MoE",
-                "ct_mxfp4": "Mxfp4MoEMethod",
-                "ct_nvfp4": "CompressedTensorsW4A4Nvfp4MoE",
-                "deepseek": "Fp8MoEMethod",
-                "deepseek_v4 fp8_block128": "Fp8MoEMethod",
-                "deepseek_v4 mxfp4": "Fp8MoEMethod",
-                "gpt_oss": "Mxfp4MoEMethod",
-                "gptq": "GPTQMarlinMoEScheme",
-                "modelopt_fp8": "ModelOptFp8MoEMethod",
-                "modelopt_nvfp4": "ModelOptNvFp4FusedMoEMethod",
-                "plain": "UnquantizedFusedMoEMethod",
-            },
             maps_ids=True,
-            multiples={"Mxfp4MoEMethod": 64},
             refines=False,
             tested="0.5.17",
             unread=frozenset({"ct_mxfp4"}),
@@ -207,7 +173,7 @@ def _facts(
     """Return what the engine would say of the layer, or why there is nothing that it could say."""
     spec, source, reasons = problem.spec, engine.sources.get(method), Reasons()
     settings.need_included(reasons, stored.container)
-    multiple = engine.multiples.get(method, 1) if spec.up.name == "mxfp4" else 1
+    multiple = 1 if source is None else source.multiple
     each = ceil_div(stored.moe.intermediate, problem.tp) if multiple > 1 else spec.intermediate
     intermediate = round_up(each, multiple)
     tensors: Mapping[str, Tensor] = {}

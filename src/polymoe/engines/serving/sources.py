@@ -41,15 +41,18 @@ class StackedSource:
     Attributes:
         dialects: how a matrix is stored; the suffixes of a dialect are those of the tensors (``w13_weight_scale``). The
             first whose required tensors exist is used.
+        loads: the dialects of checkpoints of which the engine loads the experts with this method; DeepSeek-V4's by its
+            format.
         interleaved: whether rows of gate and up alternate in ``w13_*``; otherwise all gate rows come first. None if
             the method stores either, and the layer's activation says which.
-        multiple: the engine's loader fills the intermediate size up to a multiple of this with zeros.
+        multiple: the engine fills the intermediate size up to a multiple of this with zeros.
         bias: suffix of the biases.
         plain_k_first: whether the engine's loader hands over matrices in 16 bits of all experts at once, [E, K, N], as
             views of other shapes. Otherwise they come one by one.
     """
 
     dialects: tuple[Dialect, ...]
+    loads: tuple[str, ...]
     interleaved: bool | None = False
     multiple: int = 1
     bias: str = "bias"
@@ -70,7 +73,9 @@ class StackedSource:
 
 
 def _source(*dialects: str | Dialect, **other: Any) -> StackedSource:
-    return StackedSource(dialects=tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects), **other)
+    """A method that loads what has the same dialects, unless ``loads`` says otherwise."""
+    found = tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects)
+    return StackedSource(**{"dialects": found, "loads": tuple(d.name for d in found), **other})
 
 
 _MXFP4 = Fp4("stacked_mxfp4", scale_dtype="U8")
@@ -83,16 +88,16 @@ VLLM: Mapping[str, StackedSource] = MappingProxyType(
         "CompressedTensorsW4A4Nvfp4MoEMethod": _source("ct_nvfp4"),
         "CompressedTensorsW8A8Fp8MoEMethod": _source("ct_float"),
         "CompressedTensorsW8A8Mxfp8MoEMethod": _source("ct_mxfp8"),
-        "CompressedTensorsWNA16MarlinMoEMethod": _source("ct_int4"),
+        "CompressedTensorsWNA16MarlinMoEMethod": _source("ct_int4", loads=()),
         "CompressedTensorsWNA16MoEMethod": _source("ct_int4"),
-        "Fp8MoEMethod": _source("deepseek", "modelopt_fp8"),
+        "Fp8MoEMethod": _source("deepseek", "modelopt_fp8", loads=("deepseek", "deepseek_v4 fp8_block128")),
         # The loader gives each tensor-parallel rank whole groups of 32 columns, the last rank fewer.
-        "GptOssMxfp4MoEMethod": _source(_MXFP4, interleaved=True, multiple=32, plain_k_first=True),
+        "GptOssMxfp4MoEMethod": _source(_MXFP4, loads=("gpt_oss",), interleaved=True, multiple=32, plain_k_first=True),
         "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
         # vLLM's MiniMax-M3 loads weight_scale_inv under this name.
-        "ModelOptMxFp8FusedMoE": _source("modelopt_mxfp8"),
+        "ModelOptMxFp8FusedMoE": _source("modelopt_mxfp8", loads=("minimax_mxfp8", "modelopt_mxfp8")),
         "ModelOptNvFp4FusedMoE": _source("modelopt_nvfp4"),
-        "Mxfp4MoEMethod": _source(_MXFP4),
+        "Mxfp4MoEMethod": _source(_MXFP4, loads=("deepseek_v4 mxfp4",)),
         "UnquantizedFusedMoEMethod": _source("plain"),
     }
 )
@@ -112,13 +117,20 @@ SGLANG: Mapping[str, StackedSource] = MappingProxyType(
         "CompressedTensorsW4A4Nvfp4MoE": _source("ct_nvfp4"),
         "CompressedTensorsW8A8Fp8MoE": _source("ct_float"),
         "CompressedTensorsWNA16MoE": _source("ct_int4"),
-        "CompressedTensorsWNA16TritonMoE": _source("ct_int4"),
-        "Fp8MoEMethod": _source(_FP8_OR_MXFP4, "modelopt_fp8", bias=_BIAS),
+        "CompressedTensorsWNA16TritonMoE": _source("ct_int4", loads=()),
+        "Fp8MoEMethod": _source(
+            _FP8_OR_MXFP4,
+            "modelopt_fp8",
+            loads=("deepseek", "deepseek_v4 fp8_block128", "deepseek_v4 mxfp4"),
+            bias=_BIAS,
+        ),
         "GPTQMarlinMoEScheme": _source("gptq"),
         "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
         "ModelOptNvFp4FusedMoEMethod": _source("modelopt_nvfp4"),
         # gpt-oss alternates rows of gate and up, compressed-tensors does not.
-        "Mxfp4MoEMethod": _source(_MXFP4, interleaved=None, bias=_BIAS, plain_k_first=True),
+        "Mxfp4MoEMethod": _source(
+            _MXFP4, loads=("ct_mxfp4", "gpt_oss"), interleaved=None, multiple=64, bias=_BIAS, plain_k_first=True
+        ),
         "UnquantizedFusedMoEMethod": _source("plain", bias=_BIAS),
     }
 )
