@@ -8,12 +8,15 @@ sources of several versions, in ``tests/engines``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+_MARK = "wrapped_by_polymoe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,21 @@ def _names(found: Any) -> set[str]:
     if not inspect.isclass(found):
         return set(inspect.signature(found).parameters) if callable(found) else set()
     return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of an engine's class, once in a process, by ``around``: it gets the method before the arguments
+    of each call."""
+    theirs = getattr(owner, name)
+    if hasattr(theirs, _MARK):
+        return
+
+    @functools.wraps(theirs)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(theirs, *args, **kwargs)
+
+    setattr(ours, _MARK, True)
+    setattr(owner, name, ours)
 
 
 def differences(hooks: Iterable[Hook]) -> Iterator[tuple[Hook, str]]:

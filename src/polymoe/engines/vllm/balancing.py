@@ -7,18 +7,17 @@ kernels read them where they are, so that captured graphs stay valid.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
+from polymoe.engines.hooks import wrap
 from polymoe.engines.serving.stand_aside import BALANCING
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import UnsupportedProblem
 from polymoe.layer.rows import require_rows, rows_as_bytes
 from polymoe.planning.agreement import Gather, require_agreement
 
-_MARK = "polymoe"
 _HINT = "start without --enable-eplb, or with POLYMOE=0"
 
 
@@ -45,18 +44,12 @@ def _check_models() -> None:
     from vllm.distributed.eplb.eplb_state import EplbState  # pyright: ignore
     from vllm.distributed.parallel_state import get_ep_group  # pyright: ignore
 
-    theirs = EplbState.add_model
-    if hasattr(theirs, _MARK):
-        return
-
-    @functools.wraps(theirs)
-    def add_model(self: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        found = theirs(self, model, model_config, *args, **kwargs)
+    def add_model(theirs: Any, state: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = theirs(state, model, *args, **kwargs)
         require_alike(model, get_ep_group().cpu_group)
         return found
 
-    setattr(add_model, _MARK, True)
-    EplbState.add_model = add_model
+    wrap(EplbState, "add_model", add_model)
 
 
 def require_alike(model: Any, ranks: Any | Gather) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from polymoe.engines.hooks import missing_hooks
+from polymoe.engines.hooks import missing_hooks, wrap
 from polymoe.engines.serving.refit import Updates
 from polymoe.engines.vllm.hooks import RUN_HOOK
 from polymoe.errors import UnsupportedProblem
-
-_MARK = "polymoe"
 
 
 def guard_model_runs(updates: Updates) -> None:
@@ -27,19 +24,13 @@ def guard_model_runs(updates: Updates) -> None:
         raise UnsupportedProblem("new weights in 16 bits", expected=f"vLLM with {RUN_HOOK}", got=f"no {lacking[0]}")
     from vllm.v1.worker.worker_base import WorkerWrapperBase  # pyright: ignore
 
-    theirs = WorkerWrapperBase.execute_model
-    if hasattr(theirs, _MARK):
-        return
-
-    @functools.wraps(theirs)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(theirs: Any, worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(scheduler_output, "total_num_scheduled_tokens", 1):
-            runner = self.worker.model_runner
+            runner = worker.worker.model_runner
             models: tuple[Any, ...] = (runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None))
             for model in models:
                 if hasattr(model, "modules"):  # other drafters than models have none
                     updates.require_whole(model.modules())
-        return theirs(self, scheduler_output, *args, **kwargs)
+        return theirs(worker, scheduler_output, *args, **kwargs)
 
-    setattr(execute_model, _MARK, True)
-    WorkerWrapperBase.execute_model = execute_model
+    wrap(WorkerWrapperBase, "execute_model", execute_model)
