@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.chooser import machine_of
-from polymoe.engines.serving.sources import SGLANG, VLLM, StackedExperts, source_of
+from polymoe.engines.serving.sources import SGLANG, VLLM, StackedExperts
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
@@ -172,7 +172,7 @@ def _gpt_oss(files: dict[str, Tensor], tp: tuple[int, int], first: int, count: i
 def experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **changes: object) -> StackedExperts:
     """One rank's experts of a bundled checkpoint, with other arguments of StackedExperts if given."""
     about = BUNDLED[model]
-    source = source_of(VLLM, about.method)
+    source = VLLM[about.method]
     each = -(-about.intermediate // (tp[1] * source.multiple)) * source.multiple
     given = {
         "where": "layer",
@@ -204,7 +204,7 @@ def sglang_experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **ch
     """As :func:`experts_of`, in the tensors of SGLang 0.5.17."""
     theirs = experts_of(model, tp, ep, **changes)
     method = BUNDLED[model].method
-    source = source_of(SGLANG, SGLANG_METHODS[method])
+    source = SGLANG[SGLANG_METHODS[method]]
     tensors = {name.replace("_bias", "_weight_bias"): tensor for name, tensor in theirs.tensors.items()}
     if method == "Mxfp4MoEMethod":
         tensors = {

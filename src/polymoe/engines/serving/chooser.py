@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.log import LayerLog
@@ -18,7 +18,6 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.planning.agreement import Gather, require_agreement
-from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 
@@ -26,24 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Created = TypeVar("Created")
-
-
-class _Judged(NamedTuple):
-    """A layer that polymoe runs, and the engine's method for it."""
-
-    plan: LayerPlan
-    facts: LayerFacts
-    method: Any
-    instead: str
-    request: PlanRequest
-
-    @property
-    def shared(self) -> Selection:
-        """The selection as other ranks see it: of experts that this rank plans as if they were all, their number."""
-        plan = self.plan
-        if not plan.mapped:
-            return plan.selection
-        return replace(plan.selection, problem=replace(plan.problem, spec=plan.experts.spec(self.facts.experts)))
 
 
 class LayerChooser:
@@ -101,21 +82,31 @@ class LayerChooser:
             ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
         """
         self.settings.check_names()
-        judged: Rejected | _Judged = Rejected(tuple(refused.found))
+        method: Any = None
+        request, instead = None, ""
+        verdict: LayerPlan | Rejected = Rejected(tuple(refused.found))
         if not refused.found:
-            judged = self._judge(create, describe, self._request(device, self.settings.role or role))
+            request = self._request(device, self.settings.role or role)
+            try:
+                created = create()
+            except Exception as error:  # the engine says so itself when it makes the layer
+                expected = f"a layer that {self.engine}'s method takes"
+                verdict = Rejected((Reason(type(error).__name__, expected, str(error)),))
+            else:
+                method, facts, instead = describe(created)
+                verdict = judge_layer(facts, request, self.settings)
         if ranks is not None:
-            require_agreement(judged.shared if isinstance(judged, _Judged) else None, ranks, where)
-        if isinstance(judged, Rejected):
-            self.log.stand_aside(where, judged.reasons, first_rank)
+            require_agreement(verdict.shared if isinstance(verdict, LayerPlan) else None, ranks, where)
+        if isinstance(verdict, Rejected):
+            self.log.stand_aside(where, verdict.reasons, first_rank)
             return None
-        instead = judged.instead
-        self._planned.append(judged.plan.problem)
+        assert request is not None
+        self._planned.append(verdict.problem)
         return take_over(
-            judged.method,
+            method,
             base,
-            judged.plan,
-            judged.request,
+            verdict,
+            request,
             dummy=load_format == "dummy",
             first_of_its_kind=self._first_of_its_kind,
             on_packed=lambda packed, module, offloaded: self.log.packed(packed, module, offloaded, instead, first_rank),
@@ -148,20 +139,6 @@ class LayerChooser:
             request = PlanRequest(machine_of(device), role, self.settings.backend, BACKENDS, LAYOUTS)
             self._requests[device, role] = request
         return self._requests[device, role]
-
-    def _judge(
-        self,
-        create: Callable[[], Created],
-        describe: Callable[[Created], tuple[Any, LayerFacts, str]],
-        request: PlanRequest,
-    ) -> Rejected | _Judged:
-        try:
-            created = create()
-        except Exception as error:  # the engine says so itself when it makes the layer
-            return Rejected((Reason(type(error).__name__, f"a layer that {self.engine}'s method takes", str(error)),))
-        method, facts, instead = describe(created)
-        verdict = judge_layer(facts, request, self.settings)
-        return verdict if isinstance(verdict, Rejected) else _Judged(verdict, facts, method, instead, request)
 
     def _first_of_its_kind(self, plan: LayerPlan) -> bool:
         new = plan.problem not in self._packed

@@ -1,13 +1,15 @@
-"""LoadedParts: which parts of a layer's tensors an engine has loaded. Engines do not notice when a part is missing."""
+"""What an engine loads into a layer's tensors: which parts, as engines do not notice a missing one; or dummies."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.errors import CheckpointError
 
 _WHOLE = ("", -1)
+_DUMMY_SCALE, _DUMMY_E8M0 = 2.0**-7, 120  # the same
 
 
 class LoadedParts:
@@ -60,3 +62,21 @@ class LoadedParts:
         if _WHOLE in self._loaded[name]:
             return 1
         return (2 if name.startswith("w13") and self._experts.gated else 1) * self._experts.count
+
+
+def fill_dummy(experts: StackedExperts) -> None:
+    """Fill the tensors of ``experts`` in place with plausible numbers: random codes, and one scale for all, as unusual
+    scales would choose another layout."""
+    for name in experts.names:
+        tensor = experts.tensors[name]
+        if "bias" in name:
+            tensor.zero_()
+        elif "zero" in name:
+            tensor.fill_(0x77777777)  # AWQ's 7; GPTQ's 8, stored minus one
+        elif "scale" in name:
+            tensor.fill_(_DUMMY_E8M0 if tensor.dtype == torch.uint8 else _DUMMY_SCALE)
+        elif tensor.dtype.is_floating_point:
+            for expert in tensor:
+                expert.copy_(torch.randn(expert.shape, device=expert.device))
+        else:
+            tensor.view(torch.uint8).random_(0, 256)

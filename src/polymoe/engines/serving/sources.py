@@ -20,7 +20,7 @@ from torch import Tensor
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.float import Fp8Dialect
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
-from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, renamed
+from polymoe.errors import CheckpointError, FormatError, renamed
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.problem.activation_quantization import (
     FP8_GROUP128,
@@ -137,17 +137,6 @@ SGLANG: Mapping[str, StackedSource] = MappingProxyType(
 """SGLang's methods, or the schemes that store their tensors, by the name of their class (SGLang 0.5.17 to 0.5.23)."""
 
 
-def source_of(methods: Mapping[str, StackedSource], name: str) -> StackedSource:
-    """Return the row of the method called ``name``.
-
-    Raises:
-        UnsupportedProblem: for a method that is not in the table.
-    """
-    if name not in methods:
-        raise UnsupportedProblem("method", expected=f"one of {', '.join(methods)}", got=name)
-    return methods[name]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackedExperts:
     """The experts of one layer in stacked tensors, which may be on the meta device as long as none is read.
@@ -209,10 +198,7 @@ class StackedExperts:
                     expected=f"a first axis for the {self.count} experts on this rank",
                     got=str(list(self.tensors[name].shape)),
                 )
-        halves = range(2 if self.gated else 1)
-        found = {self._detect("w13", half) for half in halves}
-        assert len(found) == 1
-        return found.pop(), self._detect("w2", 0)
+        return self._detect("w13"), self._detect("w2")
 
     def spec(self, experts: int, first_expert: int = 0) -> ExpertsSpec:
         """Return sizes and encodings of this rank's experts, out of ``experts`` from ``first_expert`` on.
@@ -334,9 +320,9 @@ class StackedExperts:
             **biases,
         )
 
-    def _detect(self, prefix: str, half: int) -> Encoding:
+    def _detect(self, prefix: str) -> Encoding:
         with renamed(lambda suffix: f"{self.where}.{prefix}_{suffix}"):
-            return self.dialect.detect(headers_of(self._parts(prefix, half, 0)), self._shape(prefix), self._hint())
+            return self.dialect.detect(headers_of(self._parts(prefix, 0, 0)), self._shape(prefix), self._hint())
 
     def _shape(self, prefix: str) -> tuple[int, int]:
         return (self.intermediate, self.hidden) if prefix == "w13" else (self.hidden, self.intermediate)

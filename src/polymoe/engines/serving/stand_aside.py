@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
-from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.engines.serving.sources import StackedExperts, StackedSource
+from polymoe.errors import ArgumentError, FormatError, PolymoeError
 from polymoe.layer.rows import need_rows
 from polymoe.layer.runtime import PlanRequest
 from polymoe.planning.selection import Selection
@@ -19,7 +19,6 @@ from polymoe.problem import Problem, WeightOn
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation
 from polymoe.problem.call import DTYPES
-from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 
 BALANCING = "load balancing of experts (EPLB)"
@@ -80,13 +79,15 @@ class LayerPlan:
         problem: what is computed.
         experts: how this rank's experts are read.
         selection: every backend with its verdict, and the plan by token count.
+        shared: the selection as other ranks see it: also where ids are mapped, it counts the experts of all of them.
         mapped: whether the adapter maps ids to places on this rank; otherwise they are the router's.
     """
 
     problem: Problem
     experts: StackedExperts
     selection: Selection
-    mapped: bool = False
+    shared: Selection
+    mapped: bool
 
     def experts_in(self, tensors: Mapping[str, Tensor]) -> StackedExperts:
         """Return the experts in ``tensors``, which the engine's method created.
@@ -136,9 +137,10 @@ def _judge(
 ) -> LayerPlan | Rejected:
     """Return the plan of a layer with these activations, or every reason against it."""
     experts = replace(experts, static=quantization.static)
+    mapped, first = facts.first_expert is None, facts.first_expert or 0
     try:
         problem = Problem(
-            spec=_spec(experts, facts),
+            spec=experts.spec(experts.count if mapped else facts.experts, first),
             activation=activation,
             top_k=facts.top_k,
             weight_on=facts.weight_on,
@@ -152,22 +154,22 @@ def _judge(
         return Rejected((reason_of(error),))
     selection = request.select(problem)
     if selection.plan is None:
-        asked = [c for c in selection.candidates if request.backend in ("auto", c.backend)]
-        verdicts = [(c.backend, c.verdict) for c in asked]
-        return Rejected(
-            tuple(
-                Reason(f"{backend}: {reason.what}", reason.expected, reason.got)
-                for backend, verdict in verdicts
-                if isinstance(verdict, Rejected)
-                for reason in verdict.reasons
-            )
-        )
+        found = [
+            replace(reason, what=f"{candidate.backend}: {reason.what}")
+            for candidate in selection.candidates
+            if request.backend in ("auto", candidate.backend) and isinstance(candidate.verdict, Rejected)
+            for reason in candidate.verdict.reasons
+        ]
+        return Rejected(tuple(found))
     if facts.balanced:
         reasons = Reasons()
         need_rows(reasons, selection)
         if reasons.found:
             return Rejected(tuple(replace(r, what=f"{BALANCING}, {r.what}") for r in reasons.found))
-    return LayerPlan(problem, experts, selection, facts.first_expert is None)
+    shared = selection
+    if mapped:
+        shared = replace(selection, problem=replace(problem, spec=experts.spec(facts.experts)))
+    return LayerPlan(problem, experts, selection, shared, mapped)
 
 
 def reason_of(error: PolymoeError) -> Reason:
@@ -175,18 +177,11 @@ def reason_of(error: PolymoeError) -> Reason:
     return Reason(error.where, error.expected or "something else", error.got or "it")
 
 
-def _spec(experts: StackedExperts, facts: LayerFacts) -> ExpertsSpec:
-    if facts.first_expert is None:
-        return experts.spec(experts.count)
-    return experts.spec(facts.experts, facts.first_expert)
-
-
 def _experts(facts: LayerFacts, reasons: Reasons) -> StackedExperts | None:
     """Return how the experts are read; note why they cannot be."""
-    try:
-        source = source_of(facts.sources, facts.method)
-    except UnsupportedProblem as error:
-        reasons.found.append(reason_of(error))
+    source = facts.sources.get(facts.method)
+    reasons.need(source is not None, "method", f"one of {', '.join(facts.sources)}", facts.method)
+    if source is None:
         return None
     if source.interleaved is None:
         source = replace(source, interleaved=facts.interleaved)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.checkpoint.shard import Shard
-from polymoe.engines.serving.dummy import fill
-from polymoe.engines.serving.loading import LoadedParts
+from polymoe.engines.serving.loading import LoadedParts, fill_dummy
 from polymoe.engines.serving.refit import Updates
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
@@ -205,7 +204,7 @@ class TakenOver:
         """
         experts = self.plan.experts_in({name: layer._parameters[name].data for name in self.experts.names})
         if self.dummy:
-            fill(experts)
+            fill_dummy(experts)
         else:
             self.loaded.require_all()
         self.device = device = in_place or experts.tensors[experts.names[0]].device
