@@ -1,11 +1,10 @@
-"""The protocol of a peer, and what peers share: weights in stacks, and reasons against a problem."""
+"""A peer, its reasons against a problem, and the stacks of weights that it gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,70 +64,56 @@ class Stacks:
         return cls(both, down, bias, found.get("down_bias"), weights.spec.up)
 
 
-class Peer(Protocol):
-    """Another library's layer of experts."""
-
-    @property
-    def name(self) -> str:
-        """Name in ``PEERS`` and in ``--peers``."""
-        ...
-
-    @property
-    def package(self) -> str:
-        """Distribution whose version records have."""
-        ...
-
-    @property
-    def compiles_at_once(self) -> bool:
-        """Whether several threads may make their first calls at the same time, each of which compiles its kernels."""
-        ...
-
-    def check(self, problem: Problem) -> tuple[Reason, ...]:
-        """Return every reason why it does not run the problem; it imports nothing."""
-        ...
-
-    def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
-        """Import it, give it the weights in its own order, and return the call. What fails here may raise anything."""
-        ...
-
-
-def peer_problem(
-    problem: Problem,
-    formats: dict[str, tuple[ActivationQuantization, ...]],
-    activation: Callable[[Activation], str] | None = None,
-    *,
-    bias: bool = False,
-) -> tuple[Reason, ...]:
-    """Return the reasons against a problem that peers share.
-
-    Args:
-        problem: the problem.
-        formats: names of formats, each with the activations that it goes with.
-        activation: what is wrong with an activation, or "".
-        bias: whether biases are taken.
-    """
-    reasons, spec = Reasons(), problem.spec
-    name, encodings = spec.format, list(spec.encodings.values())
-    if reasons.need(name in formats, "format", ", ".join(formats), name):
-        modes = formats[name]
-        expected = " or ".join(map(str, modes))
-        reasons.need(problem.activations in modes, "activations", expected, problem.activations)
-    reasons.need(all(e == encodings[0] for e in encodings), "projections", "one encoding", name)
-    reasons.need(not any(e.zero_points for e in encodings), "zero points")
-    wrong = (activation or silu_only)(problem.activation)
-    reasons.need(not wrong, "activation", wrong, problem.activation)
-    reasons.need(spec.local_experts == spec.experts, "experts of other ranks")
-    reasons.need(problem.weight_on == "output", "routing weight on the input")
-    reasons.need(problem.dtype == "bf16", "x", "bf16", problem.dtype)
-    reasons.need(not problem.batch_invariant, "batch-invariant results")
-    reasons.need(bias or not spec.bias, "biases")
-    return tuple(reasons.found)
-
-
 def silu_only(activation: Activation) -> str:
     """SiLU of the gate, times up. A limit is left out; where that matters, the comparison with the reference fails."""
     plain = isinstance(activation, SwiGLU) and (activation.alpha, activation.beta) == (1.0, 0.0)
     return "" if plain else "SwiGLU with alpha 1 and beta 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another library's layer of experts.
+
+    Attributes:
+        name: in ``PEERS`` and in ``--peers``.
+        package: the distribution whose version records have.
+        formats: that it takes, each with the activations that it goes with.
+        prepare: imports it, gives it the weights in its own order, and returns the call. What fails may raise anything.
+        activation: what is wrong with an activation, or "".
+        bias: whether it takes biases.
+        more: adds its other reasons against a problem.
+        compiles_at_once: whether several threads may make their first calls at the same time, each of which compiles
+            its kernels.
+    """
+
+    name: str
+    package: str
+    formats: Mapping[str, tuple[ActivationQuantization, ...]]
+    prepare: Callable[[Problem, Stacks], PeerCall]
+    activation: Callable[[Activation], str] = silu_only
+    bias: bool = False
+    more: Callable[[Problem, Reasons], None] = lambda problem, reasons: None
+    compiles_at_once: bool = False
+
+    def check(self, problem: Problem) -> tuple[Reason, ...]:
+        """Return every reason why it does not run the problem; it imports nothing."""
+        reasons, spec = Reasons(), problem.spec
+        name, encodings = spec.format, list(spec.encodings.values())
+        if reasons.need(name in self.formats, "format", ", ".join(self.formats), name):
+            modes = self.formats[name]
+            expected = " or ".join(map(str, modes))
+            reasons.need(problem.activations in modes, "activations", expected, problem.activations)
+        reasons.need(all(e == encodings[0] for e in encodings), "projections", "one encoding", name)
+        reasons.need(not any(e.zero_points for e in encodings), "zero points")
+        wrong = self.activation(problem.activation)
+        reasons.need(not wrong, "activation", wrong, problem.activation)
+        reasons.need(spec.local_experts == spec.experts, "experts of other ranks")
+        reasons.need(problem.weight_on == "output", "routing weight on the input")
+        reasons.need(problem.dtype == "bf16", "x", "bf16", problem.dtype)
+        reasons.need(not problem.batch_invariant, "batch-invariant results")
+        reasons.need(self.bias or not spec.bias, "biases")
+        self.more(problem, reasons)
+        return tuple(reasons.found)
 
 
 def version_of(peer: Peer) -> str:

@@ -7,17 +7,14 @@ OpenAI's ``triton_kernels``. Calls are those of vLLM 0.33."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
+from polymoe.bench.peers.base import PeerCall, Stacks
 from polymoe.formats import PerGroup
 from polymoe.problem import Problem
-from polymoe.problem.activation_quantization import FP8_GROUP128, UNQUANTIZED
 from polymoe.problem.activations import Activation, SwiGLU
-from polymoe.problem.verdict import Reason
 
 
 def import_vllm() -> None:
@@ -29,24 +26,11 @@ def import_vllm() -> None:
     current_platform.import_kernels()
 
 
-@dataclass(frozen=True, slots=True)
-class Vllm:
-    """The kernels that vLLM chooses on Hopper without other packages."""
-
-    name: str = "vllm"
-    package: str = "vllm"
-    compiles_at_once: bool = False
-
-    def check(self, problem: Problem) -> tuple[Reason, ...]:
-        """Return every reason against the problem."""
-        plain = (UNQUANTIZED,)
-        formats = dict.fromkeys(("mxfp4", "nvfp4", "int4_g32", "int4_g128", "bf16"), plain)
-        return peer_problem(problem, {**formats, "fp8_block128": (FP8_GROUP128,)})
-
-    def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
-        """Repack 4-bit weights for Marlin; Triton reads the others as they are."""
-        import_vllm()
-        return _marlin(problem, stacks) if stacks.encoding.bits == 4 else _triton(stacks)
+def own_kernels(problem: Problem, stacks: Stacks) -> PeerCall:
+    """The kernels that vLLM chooses on Hopper without other packages: Marlin for 4-bit weights, which are repacked;
+    Triton reads the others as they are."""
+    import_vllm()
+    return _marlin(problem, stacks) if stacks.encoding.bits == 4 else _triton(stacks)
 
 
 def _triton(stacks: Stacks) -> PeerCall:
@@ -116,106 +100,83 @@ def _marlin(problem: Problem, stacks: Stacks) -> PeerCall:
     return call
 
 
-@dataclass(frozen=True, slots=True)
-class DeepGemm:
-    """DeepGEMM's grouped FP8 GEMMs (contiguous), as vLLM calls them and from the copy that it ships."""
+def deepgemm(problem: Problem, stacks: Stacks) -> PeerCall:
+    """DeepGEMM's grouped FP8 GEMMs (contiguous), as vLLM calls them and from the copy that it ships. Weights stay as
+    they are."""
+    import_vllm()
+    from vllm.model_executor.layers.fused_moe import deep_gemm_utils as moe
+    from vllm.model_executor.layers.quantization.utils import fp8_utils as fp8
+    from vllm.utils import deep_gemm as gemm
 
-    name: str = "deepgemm"
-    package: str = "vllm"
-    compiles_at_once: bool = False
+    spec = problem.spec
+    experts, hidden, width = spec.local_experts, spec.hidden, spec.intermediate
+    up, down = ((p["codes"], p["scales"].float()) for p in (stacks.gate_up, stacks.down))
+    device, e4m3 = up[0].device, torch.float8_e4m3fn
 
-    def check(self, problem: Problem) -> tuple[Reason, ...]:
-        """Return every reason against the problem."""
-        return peer_problem(problem, {"fp8_block128": (FP8_GROUP128,)})
-
-    def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
-        """Return the call; weights stay as they are."""
-        import_vllm()
-        from vllm.model_executor.layers.fused_moe import deep_gemm_utils as moe
-        from vllm.model_executor.layers.quantization.utils import fp8_utils as fp8
-        from vllm.utils import deep_gemm as gemm
-
-        spec = problem.spec
-        experts, hidden, width = spec.local_experts, spec.hidden, spec.intermediate
-        up, down = ((p["codes"], p["scales"].float()) for p in (stacks.gate_up, stacks.down))
-        device, e4m3 = up[0].device, torch.float8_e4m3fn
-
-        def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> None:
-            x, scales = fp8.per_token_group_quant_fp8(x_TH, 128)
-            rows, alignment = moe.compute_aligned_M_and_alignment(
-                M=len(ids_TA), num_topk=ids_TA.shape[1], local_num_experts=experts,
-                alignment=gemm.get_mk_alignment_for_contiguous_layout()[0], expert_tokens_meta=None,
-            )  # fmt: skip
-            buffer = torch.empty(rows, hidden, device=device, dtype=e4m3)
-            x, scales, ends, inverse, alignment = moe.deepgemm_moe_permute(
-                aq=x, aq_scale=scales, topk_ids=ids_TA, local_num_experts=experts, expert_map=None,
-                expert_tokens_meta=None, aq_out=buffer, use_psum_layout=True,
-            )  # fmt: skip
-            with gemm.mk_alignment_scope(alignment):
-                gate_up = torch.empty(rows, 2 * width, device=device, dtype=torch.bfloat16)
-                gemm.m_grouped_fp8_gemm_nt_contiguous((x, scales), up, gate_up, ends, use_psum_layout=True)
-                h = torch.empty(rows, width, device=device, dtype=e4m3)
-                quantize = fp8.silu_mul_per_token_group_quant_fp8_colmajor
-                h, h_scales = quantize(
-                    input=gate_up, output=h, use_ue8m0=False, expert_ends=ends, expert_alignment=alignment
-                )
-                y = torch.empty(rows, hidden, device=device, dtype=torch.bfloat16)
-                gemm.m_grouped_fp8_gemm_nt_contiguous((h, h_scales), down, y, ends, use_psum_layout=True)
-            moe.deepgemm_unpermute_and_reduce(
-                a=y, topk_ids=ids_TA, topk_weights=weights_TA, inv_perm=inverse, expert_map=None, output=out_TH
+    def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> None:
+        x, scales = fp8.per_token_group_quant_fp8(x_TH, 128)
+        rows, alignment = moe.compute_aligned_M_and_alignment(
+            M=len(ids_TA), num_topk=ids_TA.shape[1], local_num_experts=experts,
+            alignment=gemm.get_mk_alignment_for_contiguous_layout()[0], expert_tokens_meta=None,
+        )  # fmt: skip
+        buffer = torch.empty(rows, hidden, device=device, dtype=e4m3)
+        x, scales, ends, inverse, alignment = moe.deepgemm_moe_permute(
+            aq=x, aq_scale=scales, topk_ids=ids_TA, local_num_experts=experts, expert_map=None,
+            expert_tokens_meta=None, aq_out=buffer, use_psum_layout=True,
+        )  # fmt: skip
+        with gemm.mk_alignment_scope(alignment):
+            gate_up = torch.empty(rows, 2 * width, device=device, dtype=torch.bfloat16)
+            gemm.m_grouped_fp8_gemm_nt_contiguous((x, scales), up, gate_up, ends, use_psum_layout=True)
+            h = torch.empty(rows, width, device=device, dtype=e4m3)
+            quantize = fp8.silu_mul_per_token_group_quant_fp8_colmajor
+            h, h_scales = quantize(
+                input=gate_up, output=h, use_ue8m0=False, expert_ends=ends, expert_alignment=alignment
             )
-
-        return call
-
-
-@dataclass(frozen=True, slots=True)
-class TritonKernels:
-    """OpenAI's ``triton_kernels`` (``matmul_ogs``), as vLLM ships and calls them for GPT-OSS."""
-
-    name: str = "triton_kernels"
-    package: str = "vllm"
-    compiles_at_once: bool = False
-
-    def check(self, problem: Problem) -> tuple[Reason, ...]:
-        """Return every reason against the problem."""
-        return peer_problem(problem, {"mxfp4": (UNQUANTIZED,)}, _gpt_oss_only, bias=True)
-
-    def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
-        """Interleave gate and up, and give weights the layout of ``triton_kernels``."""
-        import_vllm()
-        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
-        from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
-        from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as moe
-        from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
-
-        def interleaved(part: Tensor) -> Tensor:
-            return part.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
-
-        up, down, experts = stacks.gate_up, stacks.down, problem.spec.local_experts
-        w1, flex1, s1 = _swizzle_mxfp4(interleaved(up["codes"]), interleaved(up["scales"].view(torch.uint8)))
-        w2, flex2, s2 = _swizzle_mxfp4(down["codes"], down["scales"].view(torch.uint8))
-        bias1, bias2 = stacks.gate_up_bias_EF, stacks.down_bias_EH
-        config = mxfp4_w4a16_moe_quant_config(
-            w1_scale=PrecisionConfig(weight_scale=s1, flex_ctx=FlexCtx(rhs_data=flex1)),
-            w2_scale=PrecisionConfig(weight_scale=s2, flex_ctx=FlexCtx(rhs_data=flex2)),
-            w1_bias=None if bias1 is None else interleaved(bias1.float()),
-            w2_bias=None if bias2 is None else bias2.float(),
+            y = torch.empty(rows, hidden, device=device, dtype=torch.bfloat16)
+            gemm.m_grouped_fp8_gemm_nt_contiguous((h, h_scales), down, y, ends, use_psum_layout=True)
+        moe.deepgemm_unpermute_and_reduce(
+            a=y, topk_ids=ids_TA, topk_weights=weights_TA, inv_perm=inverse, expert_map=None, output=out_TH
         )
-        activation = problem.activation
-        assert isinstance(activation, SwiGLU)
-        assert activation.limit is not None
 
-        def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> Tensor:
-            routing, gather, scatter = moe.make_routing_data(ids_TA, weights_TA, experts)
-            return moe.triton_kernel_fused_experts(
-                out_TH, x_TH, w1, w2, routing, gather, scatter, topk=ids_TA.shape[1], quant_config=config,
-                swiglu_alpha=activation.alpha, swiglu_limit=activation.limit,
-            )  # fmt: skip
-
-        return call
+    return call
 
 
-def _gpt_oss_only(activation: Activation) -> str:
+def triton_kernels(problem: Problem, stacks: Stacks) -> PeerCall:
+    """OpenAI's ``triton_kernels`` (``matmul_ogs``) in their own layout, as vLLM ships and calls them for GPT-OSS."""
+    import_vllm()
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as moe
+    from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
+
+    def interleaved(part: Tensor) -> Tensor:
+        return part.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+    up, down, experts = stacks.gate_up, stacks.down, problem.spec.local_experts
+    w1, flex1, s1 = _swizzle_mxfp4(interleaved(up["codes"]), interleaved(up["scales"].view(torch.uint8)))
+    w2, flex2, s2 = _swizzle_mxfp4(down["codes"], down["scales"].view(torch.uint8))
+    bias1, bias2 = stacks.gate_up_bias_EF, stacks.down_bias_EH
+    config = mxfp4_w4a16_moe_quant_config(
+        w1_scale=PrecisionConfig(weight_scale=s1, flex_ctx=FlexCtx(rhs_data=flex1)),
+        w2_scale=PrecisionConfig(weight_scale=s2, flex_ctx=FlexCtx(rhs_data=flex2)),
+        w1_bias=None if bias1 is None else interleaved(bias1.float()),
+        w2_bias=None if bias2 is None else bias2.float(),
+    )
+    activation = problem.activation
+    assert isinstance(activation, SwiGLU)
+    assert activation.limit is not None
+
+    def call(x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> Tensor:
+        routing, gather, scatter = moe.make_routing_data(ids_TA, weights_TA, experts)
+        return moe.triton_kernel_fused_experts(
+            out_TH, x_TH, w1, w2, routing, gather, scatter, topk=ids_TA.shape[1], quant_config=config,
+            swiglu_alpha=activation.alpha, swiglu_limit=activation.limit,
+        )  # fmt: skip
+
+    return call
+
+
+def gpt_oss_only(activation: Activation) -> str:
     """It adds 1 to up and has a limit."""
     fits = isinstance(activation, SwiGLU) and activation.beta == 1.0 and activation.limit is not None
     return "" if fits else "SwiGLU with beta 1 and a limit"
