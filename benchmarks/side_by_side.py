@@ -7,26 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from polymoe.bench import baseline
 from polymoe.bench.contenders import (
     BenchRow,
     Call,
     LayerContender,
     Run,
     calls_for,
-    run_backend,
-    run_baseline,
-    run_peer,
     told,
     works,
 )
 from polymoe.bench.measure import Bench, compared_call, draw_calls, reference_results
-from polymoe.bench.peers import Stacks
 from polymoe.bench.timing import TimedCalls
-from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem.activation_quantization import UNQUANTIZED
 
 __all__ = ["medians_in_turn", "side_by_side"]
@@ -60,26 +55,17 @@ def side_by_side(
     modes = {UNQUANTIZED, *(c.inputs(t) for c in found if isinstance(c, LayerContender) for t in tokens)}
     first = [compared_call(calls[t]) for t in tokens]
     expected = {mode: reference_results(bench.workload, mode, first, progress) for mode in modes}
-    packed: dict[str, Packed] = {}
-    stacks: Stacks | None = None
+    packed: dict[str, Any] = {}
     runs: list[tuple[LayerContender, Run]] = []
     for c in found:
         if isinstance(c, BenchRow):
             continue
         progress(f"{c.name}: packing")
         try:
-            if c.peer is not None:
-                stacks = stacks or Stacks.of(bench.workload.weights, bench.device)
-                runs.append((c, run_peer(c.peer, c.problem, stacks)))
-            elif c.plan is None:
-                runs.append((c, run_baseline(c, baseline.dequantize(bench.workload.weights))))
-            else:
-                layout = c.plan.layout
-                packed[layout] = packed.get(layout) or LAYOUTS[layout].pack(bench.workload.weights, bench.device)
-                runs.append((c, run_backend(c, packed[layout])))
+            runs.append((c, c.prepare(bench.workload.weights, bench.device, packed)))
         except Exception as error:  # anything that another library may raise
             yield BenchRow(c.name, None, note=told(error), version=c.version)
-    del stacks
+    del packed
     for c, run in runs:
         progress(f"{c.name}: first calls")
         at_once = c.peer is not None and c.peer.compiles_at_once
@@ -92,7 +78,7 @@ def side_by_side(
         for c, run in runs:
             progress(f"{c.name}: {t} tokens")
             try:
-                row = bench.row(c, run, calls_for(c, calls[t]), expected[c.inputs(t)][i], expected[UNQUANTIZED][i])
+                row = bench.row(c, run, calls[t], expected[c.inputs(t)][i], expected[UNQUANTIZED][i])
             except Exception as error:
                 row = BenchRow(c.name, t, note=told(error))
             yield replace(row, version=c.version)

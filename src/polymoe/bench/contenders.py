@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from polymoe.bench import baseline
 from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
-from polymoe.layouts import Packed
+from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine, host_memory
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
@@ -23,6 +24,7 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted, Reason, Rejected
 
 Call = tuple[Tensor, Routing]
@@ -80,6 +82,27 @@ class LayerContender:
         if self.peer is not None:
             return PEER_TOLERANCE_QUANTIZED if self.problem.activations.quantized else PEER_TOLERANCE
         return self.inputs(tokens).tolerance if self.plan else baseline.BASELINE_TOLERANCE
+
+    @property
+    def reads(self) -> str:
+        """Name of the layout that it reads, "" for the baseline, and one of its own for all peers."""
+        return "peers" if self.peer else self.plan.layout if self.plan else ""
+
+    def prepare(self, weights: ExpertWeights, device: torch.device, packed: dict[str, Any]) -> Run:
+        """Return its calls. What it reads is packed, unless it is in ``packed`` already, and kept there; a peer may
+        raise anything."""
+        plan, peer = self.plan, self.peer
+        if peer is not None:
+            packed[self.reads] = packed.get(self.reads) or Stacks.of(weights, device)
+            call = peer.prepare(self.problem, packed[self.reads])
+            return lambda x_TH, routing, out_TH: call(x_TH, *routing, out_TH)
+        if plan is None:
+            return partial(baseline.run, self.problem, baseline.dequantize(weights))
+        packed[self.reads] = packed.get(self.reads) or LAYOUTS[plan.layout].pack(weights, device)
+        bound = BACKENDS[self.name].bind(self.problem, packed[self.reads])
+        return lambda x_TH, routing, out_TH: bound.run(
+            CallArguments(x_TH, *routing, out_TH), plan.step(len(x_TH)).config
+        )
 
 
 def own_contenders(
@@ -150,32 +173,6 @@ def calls_for(c: LayerContender, calls: Sequence[Call]) -> Sequence[Call]:
     if c.peer is None:
         return calls
     return [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls]
-
-
-def run_baseline(c: LayerContender, weights: baseline.Dequantized) -> Run:
-    """The baseline on dequantized weights."""
-    return partial(baseline.run, c.problem, weights)
-
-
-def run_backend(c: LayerContender, packed: Packed) -> Run:
-    """A backend on a packed layer, with its plan's configurations."""
-    plan, runner = c.plan, BACKENDS[c.name].bind(c.problem, packed)
-    assert plan is not None
-
-    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
-        runner.run(CallArguments(x_TH, *routing, out_TH), plan.step(len(x_TH)).config)
-
-    return run
-
-
-def run_peer(peer: Peer, problem: Problem, stacks: Stacks) -> Run:
-    """A peer, which imports and prepares it; that may raise anything."""
-    call = peer.prepare(problem, stacks)
-
-    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> Tensor | None:
-        return call(x_TH, routing.topk_ids_TA, routing.topk_weights_TA, out_TH)
-
-    return run
 
 
 def told(error: Exception) -> str:

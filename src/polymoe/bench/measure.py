@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polymoe.backends.reference import run_experts
-from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
 from polymoe.bench.contenders import (
     BenchRow,
@@ -21,18 +21,13 @@ from polymoe.bench.contenders import (
     calls_for,
     own_contenders,
     peer_contenders,
-    run_backend,
-    run_baseline,
-    run_peer,
     told,
     works,
 )
 from polymoe.bench.energy import EnergyMeter
-from polymoe.bench.peers import Stacks
 from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, distinct_calls
-from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
@@ -101,33 +96,34 @@ class Bench:
         first = [compared_call(calls[t]) for t in tokens]
         expected = {mode: reference_results(self.workload, mode, first, progress) for mode in modes}
         # Backends that share a layout run one after the other, and only one packed layer is in memory.
-        packed: Packed | None = None
-        for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
-            if c.peer is not None:
+        packed: dict[str, Any] = {}
+        broken = ""
+        for c in sorted(contenders, key=lambda c: (c.peer is not None, c.reads)):
+            if broken:
+                yield BenchRow(c.name, None, note=broken, version=c.version)
                 continue
             progress(f"{c.name}: packing")
-            weights = _told_of(self.workload.weights, progress, f"{c.name}: packing")
+            raised = torch.OutOfMemoryError if c.peer is None else Exception  # another library may raise anything
+            run: Run | None = None
+            packed = {c.reads: packed[c.reads]} if c.reads in packed else {}
             try:
-                if c.plan is None:
-                    run = run_baseline(c, baseline.dequantize(weights))
-                else:
-                    if packed is None or packed.layout != c.plan.layout:
-                        packed = None
-                        packed = LAYOUTS[c.plan.layout].pack(weights, self.device)
-                    run = run_backend(c, packed)
-            except torch.OutOfMemoryError:
-                yield BenchRow(c.name, None, note="out of GPU memory while packing")
-                continue
+                weights = _told_of(self.workload.weights, progress, f"{c.name}: packing")
+                run = c.prepare(weights, self.device, packed)
+            except raised as error:
+                note = "out of GPU memory while packing" if c.peer is None else told(error)
+                yield BenchRow(c.name, None, note=note, version=c.version)
             for i, t in enumerate(tokens):
+                if run is None:
+                    break
                 progress(f"{c.name}: {t} tokens")
                 try:
                     row = self.row(c, run, calls[t], expected[c.inputs(t).promoted][i], expected[UNQUANTIZED][i])
-                except torch.OutOfMemoryError:
-                    row = BenchRow(c.name, t, note="out of GPU memory")
-                yield row
-            del run
-        packed = None
-        yield from self._peer_rows([c for c in contenders if c.peer is not None], tokens, calls, expected, progress)
+                except raised as error:
+                    row = BenchRow(c.name, t, note="out of GPU memory" if c.peer is None else told(error))
+                    run = run if works(self.device) else None
+                yield replace(row, version=c.version)
+            if not works(self.device):
+                broken = f"not run: the GPU does not work since {c.name} failed"
 
     def contenders(self, backends: Sequence[str] | None, peers: Sequence[str]) -> list[LayerContender | BenchRow]:
         """Return what runs, and a row with the reason for each that does not; raises as :meth:`rows` does."""
@@ -135,48 +131,10 @@ class Bench:
         own = own_contenders(problem, self.machine, self.device, backends)
         return [*own, *peer_contenders(problem, peers)]
 
-    def _peer_rows(
-        self,
-        contenders: Sequence[LayerContender],
-        tokens: Sequence[int],
-        calls: Mapping[int, Sequence[Call]],
-        expected: Mapping[ActivationQuantization, Sequence[Tensor]],
-        progress: Callable[[str], None],
-    ) -> Iterator[BenchRow]:
-        """Yield the rows of peers. Whatever one raises becomes a row; a GPU that it broke ends them all."""
-        stacks: Stacks | None = None
-        broken = ""
-        for c in contenders:
-            assert c.peer is not None
-            if broken:
-                yield BenchRow(c.name, None, note=broken, version=c.version)
-                continue
-            progress(f"{c.name}: packing")
-            run: Run | None = None
-            try:
-                stacks = stacks or Stacks.of(self.workload.weights, self.device)
-                run = run_peer(c.peer, c.problem, stacks)
-            except Exception as error:  # anything that another library may raise
-                yield BenchRow(c.name, None, note=told(error), version=c.version)
-            for t, emulated, exact in zip(
-                tokens, expected[c.problem.activations.promoted], expected[UNQUANTIZED], strict=True
-            ):
-                if run is None:
-                    break
-                progress(f"{c.name}: {t} tokens")
-                try:
-                    row = self.row(c, run, calls_for(c, calls[t]), emulated, exact)
-                except Exception as error:
-                    row = BenchRow(c.name, t, note=told(error))
-                    run = run if works(self.device) else None
-                yield replace(row, version=c.version)
-            if not works(self.device):
-                broken = f"not run: the GPU does not work since {c.name} failed"
-            run = None
-
     def row(self, c: LayerContender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> BenchRow:
         """Compare the first calls with the reference's results of :func:`compared_call`, with emulated activation
         quantization and without; time all."""
+        calls = calls_for(c, calls)
         tokens = len(calls[0][0])
         if not c.serves(tokens):
             return BenchRow(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
