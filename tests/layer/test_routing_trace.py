@@ -65,7 +65,7 @@ def test_what_does_not_fit_together(tmp_path: Path, change: Callable[[RoutingTra
         ({"polymoe_routing": "2"}, "version 1, got .*version 2"),
         ({"polymoe_routing": "1"}, "layers"),
         ({"polymoe_routing": "1", "layers": "[", "model": ""}, "got "),
-        ({"polymoe_routing": "1", "layers": json.dumps([{"name": 1}]), "model": ""}, "expected the fields name"),
+        ({"polymoe_routing": "1", "layers": json.dumps([{"name": 1}]), "model": ""}, "experts: expected a value"),
         ({"polymoe_routing": "1", "layers": "[]", "model": ""}, "no tensor 'layers'"),
     ],
 )

@@ -59,13 +59,13 @@ class TestConfigAsData:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            ([], "config: expected the fields of Outer, got []"),
+            ([], "config: expected an object with the fields name, scale, kind, chained, inner, got []"),
             ({"name": "x", "innr": {}}, r"config.innr: expected a field of Outer\n  hint: did you mean 'inner'"),
             ({}, "config.name: expected a value, got none"),
             ({"name": "x", "inner": {"rows": "64"}}, "config.inner.rows: expected int, got '64'"),
             ({"name": "x", "inner": {"rows": True}}, "config.inner.rows: expected int, got True"),
             ({"name": "x", "inner": {"cap": 1.5}}, "config.inner.cap: expected int or NoneType, got 1.5"),
-            ({"name": "x", "inner": 3}, "config.inner: expected the fields of Inner, got 3"),
+            ({"name": "x", "inner": 3}, "config.inner: expected an object with the fields rows, cap, got 3"),
             ({"name": "x", "kind": "c"}, "config.kind: expected .*, got 'c'"),
             ({"name": 1}, "config.name: expected str, got 1"),
         ],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
-from polymoe.errors import PlanError, nearest
+from polymoe.common.json_input import read_fields
+from polymoe.errors import FormatError, PlanError
 
 _C = TypeVar("_C", bound="Config")
 
@@ -54,36 +53,7 @@ class Config:
         Raises:
             PlanError: if a field is unknown, missing or of another type; the error names it.
         """
-        return _from_data(cls, data, where)
-
-
-def _from_data(kind: type[Any], data: object, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise PlanError(where, expected=f"the fields of {kind.__name__}", got=repr(data)[:80])
-    known = {f.name: f for f in fields(kind)}
-    if unknown := [name for name in data if name not in known]:
-        raise PlanError(
-            f"{where}.{unknown[0]}", expected=f"a field of {kind.__name__}", hint=nearest(unknown[0], known)
-        )
-    needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING and n not in data]
-    if needed:
-        raise PlanError(f"{where}.{needed[0]}", expected="a value", got="none")
-    types = get_type_hints(kind)
-    return kind(**{name: _from_value(types[name], value, f"{where}.{name}") for name, value in data.items()})
-
-
-def _from_value(kind: Any, value: object, where: str) -> object:
-    choices: Sequence[Any] = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    for choice in choices:
-        if get_origin(choice) is Literal:
-            if any(value == name and type(value) is type(name) for name in get_args(choice)):
-                return value
-        elif is_dataclass(choice):
-            if isinstance(value, dict) or len(choices) == 1:
-                return _from_data(choice, value, where)  # type: ignore[arg-type]
-        elif choice is float and type(value) is int:
-            return float(value)
-        elif type(value) is (NoneType if choice is None else choice):  # a bool does not count as a number here
-            return value
-    names = " or ".join(getattr(c, "__name__", str(c)) for c in choices)
-    raise PlanError(where, expected=names, got=repr(value)[:80])
+        try:
+            return read_fields(cls, data, where)
+        except FormatError as error:
+            raise PlanError(error.where, expected=error.expected, got=error.got, hint=error.hint) from None

@@ -1,4 +1,4 @@
-"""JSON from files and servers (leaf: imports nothing of ours): every input gives a value or a ValueError."""
+"""JSON from files and servers (leaf: imports errors alone): every input gives a value or a ValueError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from polymoe.errors import FormatError, nearest
 
 _T = TypeVar("_T")
 
@@ -86,50 +88,62 @@ def _check_depth(text: str, value: Any, most: int) -> None:
     raise _too_deep(most)
 
 
-def read_fields(kind: type[_T], data: object) -> _T:
-    """Return the dataclass that a JSON object describes, whose fields are text, numbers, booleans and null.
+def read_fields(kind: type[_T], data: object, where: str = "") -> _T:
+    """Return the dataclass that a JSON object describes. Its fields are text, numbers, booleans, null, mappings, whose
+    values are not checked, and dataclasses of these; those with a default may be missing.
+
+    Args:
+        kind: the dataclass.
+        data: of JSON.
+        where: the object's name in errors.
 
     Raises:
-        ValueError: as :func:`check_fields`.
+        FormatError: if a field is missing, unknown or of another type; it names the field.
     """
-    check_fields(kind, data)
-    return kind(**cast("dict[str, Any]", data))
+    types, name = _fields(kind), kind.__name__
+    if not isinstance(data, dict):
+        expected = f"an object with the fields {', '.join(types)}"
+        raise FormatError(where or name, expected=expected, got=repr(data)[:80])
+    if unknown := [key for key in data if key not in types]:
+        raise FormatError(_within(where, unknown[0]), expected=f"a field of {name}", hint=nearest(unknown[0], types))
+    for f in fields(cast("Any", kind)):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in data:
+            raise FormatError(_within(where, f.name), expected="a value", got="none")
+    return kind(**{key: _value(types[key], value, _within(where, key)) for key, value in data.items()})
 
 
-def check_fields(kind: type[Any], data: object) -> None:
-    """Check that a JSON object has the fields of a dataclass, each of its type. Those with a default may be missing.
-    Objects and lists stand for nested dataclasses, mappings and tuples; what is in them is not checked.
-
-    Raises:
-        ValueError: if a field is missing, unknown or of another type; the message names it.
-    """
-    types, needed = _fields(kind)
-    if not isinstance(data, dict) or not needed <= data.keys() <= types.keys():
-        names = ", ".join(map(str, data)) if isinstance(data, dict) else repr(data)
-        raise ValueError(f"expected the fields {', '.join(types)}, got {names[:200]}")
-    for name, value in data.items():
-        if type(value) not in types[name]:  # a boolean does not count as a number here
-            expected = " or ".join(t.__name__ for t in types[name])
-            raise ValueError(f"{name}: expected {expected}, got {repr(value)[:80]}")
+def _value(choices: tuple[Any, ...], value: object, where: str) -> object:
+    if type(value) in choices:  # a boolean does not count as a number here
+        return value
+    for choice in choices:
+        if is_dataclass(choice) and (isinstance(value, dict) or len(choices) == 1):
+            return read_fields(cast("type[Any]", choice), value, where)
+        if type(value) is type(choice) and value == choice:
+            return value
+    expected = " or ".join(getattr(choice, "__name__", repr(choice)) for choice in choices)
+    raise FormatError(where, expected=expected, got=repr(value)[:80])
 
 
 @cache
-def _fields(kind: type[Any]) -> tuple[dict[str, tuple[type, ...]], set[str]]:
-    """Return the types that JSON has for each field, and the names of those without a default."""
+def _fields(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what JSON has for each field: types, dataclasses and values of a Literal."""
     hints = get_type_hints(kind)
-    types = {f.name: tuple(_json_types(hints[f.name])) for f in fields(kind)}
-    return types, {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    return {f.name: tuple(_choices(hints[f.name])) for f in fields(kind)}
 
 
-def _json_types(hint: Any) -> Iterable[type]:
+def _choices(hint: Any) -> Iterable[Any]:
     for choice in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-        kind = get_origin(choice) or choice
-        if kind is float:
-            yield int
-        if is_dataclass(kind) or issubclass(kind, Mapping):
-            yield dict
+        origin = get_origin(choice) or choice
+        if origin is Literal:
+            yield from get_args(choice)
+        elif origin is float:
+            yield from (int, float)
         else:
-            yield list if issubclass(kind, tuple) else kind
+            yield dict if issubclass(origin, Mapping) else choice
+
+
+def _within(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Literal
 
-from polymoe.errors import FormatError
+from polymoe.common.json_input import parse_json, read_fields
 from polymoe.machine import DEVICES, Device
 from polymoe.problem import Problem
 
@@ -45,13 +44,6 @@ class Proof:
     commit: str
     date: str
     source: str
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            if not isinstance(getattr(self, f.name), str):
-                raise FormatError(f"proof, {f.name}", expected="text", got=repr(getattr(self, f.name)))
-        if self.status not in ("measured", "run"):
-            raise FormatError("proof, status", expected="measured or run", got=repr(self.status))
 
     @property
     def cell(self) -> tuple[str, str, str, str, str]:
@@ -134,12 +126,9 @@ def parse(text: str) -> list[Proof]:
     """Rows of a file of proofs.
 
     Raises:
-        FormatError: for a line that is not a proof.
+        ValueError: for a line that is not a proof.
     """
-    try:
-        return [Proof(**json.loads(line)) for line in text.splitlines()]
-    except (TypeError, ValueError) as error:
-        raise FormatError("proofs", expected="one proof a line, as JSON", got=str(error)) from error
+    return [read_fields(Proof, parse_json(line), "proof") for line in text.splitlines()]
 
 
 @cache

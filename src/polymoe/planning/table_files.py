@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from polymoe.common.atomic import replace_file
 from polymoe.common.environment import cache_directory
-from polymoe.common.json_input import parse_json
+from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.planning.measured import Measured, Table, newest
 
@@ -50,7 +50,7 @@ def parse(content: bytes, where: str) -> Lines:
     rows, errors = [], []
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            rows.append(Measured.from_dict(parse_json(line)))
+            rows.append(read_fields(Measured, parse_json(line)))
         except FormatError as error:
             what = f"{where}, line {number}, {error.where}"
             errors.append(FormatError(what, expected=error.expected, got=error.got))
