@@ -82,17 +82,12 @@ class RunnerBase:
 
     __slots__ = ()
 
-    @property
-    def options(self) -> frozenset[str]:
-        """None."""
-        return frozenset()
+    options: frozenset[str] = frozenset()
 
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
-        """None needed."""
         return 0
 
     def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
-        """It cannot."""
         raise UnsupportedProblem(
             "experts in host memory, in a CUDA graph",
             expected="at most as many expert ids in a call as slots, or backend cuda or triton",

@@ -6,7 +6,7 @@ Only experts that receive tokens are dequantized.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import torch
 
@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 # and the read by the matrix product.
 _DEQUANTIZED_BYTES = 24
 
-_HANDLES: Handled = {
-    **SHARDS,
-    "activation": get_args(Activation),
-    "weight_on": ("output", "input"),
-    "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),
-    "scales": ANY,
-    "spec.bias": ANY,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Reference(BackendBase):
@@ -52,11 +42,16 @@ class Reference(BackendBase):
 
     name: str = "reference"
     layouts: tuple[str, ...] = ("natural",)
-
-    @property
-    def handles(self) -> Handled:
-        """Everything but batch-invariant results: torch's order of summation depends on the number of rows."""
-        return _HANDLES
+    handles: ClassVar[Handled] = {
+        **SHARDS,
+        "activation": get_args(Activation),
+        "weight_on": ("output", "input"),
+        "dtype": ("bf16", "fp16", "fp32"),
+        "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),
+        "scales": ANY,
+        "spec.bias": ANY,
+    }
+    """Everything but batch-invariant results: torch's order of summation depends on the number of rows."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Accept every problem whose features it handles.
@@ -67,7 +62,6 @@ class Reference(BackendBase):
         return Accepted(opt_in_reason="slow on a GPU: runs there only on request" if on_gpu else "")
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        """Return an empty configuration: there is nothing to choose."""
         return Config()
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
@@ -84,7 +78,9 @@ class Reference(BackendBase):
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner that reads the packed tensors through their layout's ``unpack``."""
-        return ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))
+        dynamic = problem.activations.scales_per_row(problem.spec.hidden) is not None
+        options = frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
+        return ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +89,7 @@ class ReferenceRunner(RunnerBase):
 
     problem: Problem
     weights: ExpertWeights
-
-    @property
-    def options(self) -> frozenset[str]:
-        """``expert_map``, and ``x_scales`` where x is quantized dynamically."""
-        dynamic = self.problem.activations.scales_per_row(self.problem.spec.hidden) is not None
-        return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
+    options: frozenset[str]
 
     def run(self, call: CallArguments, config: Config) -> None:
         problem, x_TH, routing, x_scales = self.problem, call.x_TH, call.routing, call.x_scales

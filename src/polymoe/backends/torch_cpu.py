@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import torch
 
@@ -29,15 +29,6 @@ _LAYOUT = "dequantized"
 _FREE_SHARE = 0.9
 """Most of the free memory that layers may take. The rest is for everything that grows while the model runs."""
 
-_HANDLES: Handled = {
-    **SHARDS,
-    "activation": get_args(Activation),
-    "weight_on": ("output", "input"),
-    "dtype": ("bf16", "fp16", "fp32"),
-    "scales": ANY,
-    "spec.bias": ANY,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Torch(BackendBase):
@@ -45,12 +36,16 @@ class Torch(BackendBase):
 
     name: str = "torch"
     layouts: tuple[str, ...] = (_LAYOUT,)
-
-    @property
-    def handles(self) -> Handled:
-        """Everything but quantized inputs, and batch-invariant results: torch's order of summation depends on the
-        number of rows."""
-        return _HANDLES
+    handles: ClassVar[Handled] = {
+        **SHARDS,
+        "activation": get_args(Activation),
+        "weight_on": ("output", "input"),
+        "dtype": ("bf16", "fp16", "fp32"),
+        "scales": ANY,
+        "spec.bias": ANY,
+    }
+    """Everything but quantized inputs, and batch-invariant results: torch's order of summation depends on the number
+    of rows."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Accept every problem on a CPU, unless the layer does not fit into its share of the free memory."""
@@ -63,7 +58,6 @@ class Torch(BackendBase):
         return reasons.verdict(Accepted())
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        """Return an empty configuration: there is nothing to choose."""
         return Config()
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
@@ -106,9 +100,7 @@ class TorchRunner(RunnerBase):
     gate_up_bias: Sequence[Tensor | None]
     down_bias: Sequence[Tensor | None]
 
-    @property
-    def options(self) -> frozenset[str]:
-        return frozenset(("expert_map",))
+    options = frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
         x_TH, ids_TA, weights_TA, out_TH = call.x_TH, call.topk_ids_TA, call.topk_weights_TA, call.out_TH

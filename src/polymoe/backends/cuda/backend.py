@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
@@ -40,16 +41,6 @@ _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
 
 _MODES = tuple(dict.fromkeys(mode for family in KERNEL_FAMILIES.values() for mode in activations_of(family)))
-_HANDLES: Handled = {
-    **SHARDS,
-    "activation": tuple(ACTIVATION_ARGS),
-    "weight_on": ("output", "input"),
-    "dtype": ("bf16", "fp16", "fp32"),
-    "activations": _MODES,
-    "scales": ANY,
-    "spec.bias": ANY,
-    "batch_invariant": ANY,
-}
 _FORMATS = tuple(dict.fromkeys(name for family in KERNEL_FAMILIES.values() for name in family.formats))
 
 
@@ -69,11 +60,17 @@ class Cuda(BackendBase):
     layouts: tuple[str, ...] = tuple(
         dict.fromkeys(layout for family in KERNEL_FAMILIES.values() for layout in family.layouts)
     )
-
-    @property
-    def handles(self) -> Handled:
-        """Features that the kernels cover. :meth:`check` rejects some combinations."""
-        return _HANDLES
+    handles: ClassVar[Handled] = {
+        **SHARDS,
+        "activation": tuple(ACTIVATION_ARGS),
+        "weight_on": ("output", "input"),
+        "dtype": ("bf16", "fp16", "fp32"),
+        "activations": _MODES,
+        "scales": ANY,
+        "spec.bias": ANY,
+        "batch_invariant": ANY,
+    }
+    """:meth:`check` rejects some combinations."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Accept the problem, or return every reason against it: GPU, driver, formats, and options without a kernel."""

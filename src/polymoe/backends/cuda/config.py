@@ -36,21 +36,17 @@ class CudaConfig(Config):
         known = KERNEL_FAMILIES.get(self.family)
         if known is None:
             raise PlanError("CudaConfig.family", got=repr(self.family), hint=nearest(self.family, KERNEL_FAMILIES))
-        if self.block_m not in known.tiles:
-            expected = f"block_m of a {self.family} kernel: {', '.join(map(str, known.tiles))}"
-            raise PlanError("CudaConfig.block_m", expected=expected, got=str(self.block_m))
-        if self.block_n not in (known.block_ns or (0,)):
-            expected = f"block_n of a {self.family} kernel: {', '.join(map(str, known.block_ns or (0,)))}"
-            raise PlanError("CudaConfig.block_n", expected=expected, got=str(self.block_n))
         wider = [block_m for block_m in known.tiles if block_m > self.block_m and known.wider_down]
-        if self.down_block_m not in (0, *wider):
-            expected = f"0 or a larger block_m of a {self.family} kernel: {', '.join(map(str, [0, *wider]))}"
-            raise PlanError("CudaConfig.down_block_m", expected=expected, got=str(self.down_block_m))
-
         narrower = [narrow_m for block_m, narrow_m in known.narrow if block_m == self.block_m and not self.down_block_m]
-        if self.narrow_m not in (0, *narrower):
-            expected = f"narrow_m beside block_m {self.block_m}: {', '.join(map(str, [0, *narrower]))}"
-            raise PlanError("CudaConfig.narrow_m", expected=expected, got=str(self.narrow_m))
+        for name, kind, choices in (
+            ("block_m", f"block_m of a {self.family} kernel", known.tiles),
+            ("block_n", f"block_n of a {self.family} kernel", known.block_ns or (0,)),
+            ("down_block_m", f"0 or a larger block_m of a {self.family} kernel", (0, *wider)),
+            ("narrow_m", f"narrow_m beside block_m {self.block_m}", (0, *narrower)),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                expected = f"{kind}: {', '.join(map(str, choices))}"
+                raise PlanError(f"CudaConfig.{name}", expected=expected, got=str(value))
 
     @property
     def kernels(self) -> KernelFamily:
@@ -59,17 +55,14 @@ class CudaConfig(Config):
 
     @property
     def kernel_family(self) -> str:
-        """Name of the kernel family. Each family has its own proof status."""
         return self.family
 
     @property
     def fast_accumulation(self) -> bool:
-        """Whether all columns are added up in the tensor cores."""
         return any(mode.fast_accumulation for mode in activations_of(self.kernels))
 
     @property
     def check_tokens(self) -> int:
-        """Tokens of the call that checks a layer at load."""
         return self.kernels.check_tokens
 
     def __str__(self) -> str:

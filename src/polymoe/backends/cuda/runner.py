@@ -73,12 +73,7 @@ class CudaRunner(RunnerBase):
         self._index = index
         # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
         rows = all(family.quantized_x for family in readers) and not problem.activations.static
-        self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
-
-    @property
-    def options(self) -> frozenset[str]:
-        """``workspace`` and ``expert_map``, and for E4M3 weights, unless scales of x are static, ``x_scales``."""
-        return self._options
+        self.options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """Return the bytes for the permutation, x, h and y."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
@@ -32,21 +32,25 @@ ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
 """Routes by name."""
 
 
+def _all(attribute: str) -> tuple[Any, ...]:
+    """What some route has."""
+    return tuple(dict.fromkeys(each for route in ROUTES.values() for each in getattr(route, attribute)))
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInfer(BackendBase):
     """x and the result are bfloat16."""
 
     package: ClassVar[str | None] = PACKAGE
     name: str = "flashinfer"
-    layouts: tuple[str, ...] = tuple(dict.fromkeys(name for route in ROUTES.values() for name in route.layouts))
-
-    @property
-    def handles(self) -> Handled:
-        """Features that some route covers. :meth:`check` rejects what the problem's own route does not."""
-        routes = ROUTES.values()
-        modes = tuple(dict.fromkeys(mode for route in routes for mode in route.activations))
-        functions = tuple(dict.fromkeys(function for route in routes for function in route.functions))
-        return {**SHARDS, "activation": functions, "activations": modes, "dtype": ("bf16",)}
+    layouts: tuple[str, ...] = _all("layouts")
+    handles: ClassVar[Handled] = {
+        **SHARDS,
+        "activation": _all("functions"),
+        "activations": _all("activations"),
+        "dtype": ("bf16",),
+    }
+    """:meth:`check` rejects what the problem's own route does not cover."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Accept the problem, or return every reason against it: GPU, weights, and those of the route for both."""
@@ -75,21 +79,17 @@ class FlashInfer(BackendBase):
         )
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
-        """Return the route's choice."""
         return _required(problem, machine).configure(problem, machine, tokens)
 
     def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
-        """Return the route's."""
         return _required(problem, machine).token_bounds
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Return the time by the route's rates."""
         return _required(problem, machine).predict(problem, machine, tokens)
 
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """Return the route's tactics."""
         return _required(problem, machine).tuning_configs(problem, machine, tokens, timed)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:

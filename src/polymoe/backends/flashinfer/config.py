@@ -22,7 +22,6 @@ class FlashInferConfig(Config):
 
     @property
     def kernel_family(self) -> str:
-        """The family. Each has its own proof status."""
         return self.route
 
     @property

@@ -123,6 +123,8 @@ def _exists(tactic: str) -> bool:
 class _Sm90Runner(RunnerBase):
     """Calls of one layer. The constants of the activation are the only tensors beside the packed ones."""
 
+    options = frozenset(("expert_map",))
+
     def __init__(self, problem: Problem, packed: Packed) -> None:
         t, spec = packed.tensors, problem.spec
         self._first_expert = spec.first_expert
@@ -130,10 +132,6 @@ class _Sm90Runner(RunnerBase):
         self._weights = (t["up.codes"], t["down.codes"], [t["up.scales"], t["down.scales"]])
         self._constants = swiglu_constants(problem.activation, spec.local_experts, t["up.codes"].device)
         self._call = _call(t["up.codes"].device)
-
-    @property
-    def options(self) -> frozenset[str]:
-        return frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
         assert isinstance(config, FlashInferConfig)

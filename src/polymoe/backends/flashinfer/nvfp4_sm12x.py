@@ -94,7 +94,6 @@ class Sm12xNvfp4(Route):
         return notes
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
-        """Return the family for the number of tokens."""
         large = problem.activations == NVFP4 and tokens >= _THRESHOLD
         return FlashInferConfig(_W4A4 if large else _W4A16)
 
@@ -107,7 +106,6 @@ class Sm12xNvfp4(Route):
         return () if timed else tuple(dict.fromkeys((own, *both)))
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Time of a call by the rates of the family."""
         rates = _RATES[self.configure(problem, machine, tokens).route]
         return rates.predict(cost(problem, machine.device, tokens))
 
@@ -117,6 +115,8 @@ class Sm12xNvfp4(Route):
 
 class _Sm12xRunner(RunnerBase):
     """Calls of one layer. Each allocates its workspace, so that layers and streams share none."""
+
+    options = frozenset(("expert_map",))
 
     def __init__(self, problem: Problem, packed: Packed) -> None:
         t, self._spec = packed.tensors, problem.spec
@@ -136,10 +136,6 @@ class _Sm12xRunner(RunnerBase):
             _require_one_scale(problem, t)
             parameters = (*_PARAMETERS, *self._input_scales)
             self._calls[_W4A4] = function_of(f"{_MODULE}_w4a4", "run_moe_w4a4", parameters)
-
-    @property
-    def options(self) -> frozenset[str]:
-        return frozenset(("expert_map",))
 
     def run(self, call: CallArguments, config: Config) -> None:
         assert isinstance(config, FlashInferConfig)

@@ -80,7 +80,6 @@ class _Trtllm(Route):
         return (*notes, *_need_cubins(reasons, machine))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
-        """Return the only choice."""
         return FlashInferConfig(self.name)
 
 
@@ -163,6 +162,8 @@ class _TrtllmRunner(RunnerBase):
         parameters: its parameters that the calls give.
     """
 
+    options = frozenset(("expert_map",))
+
     def __init__(self, problem: Problem, packed: Packed, name: str, parameters: Sequence[str]) -> None:
         t, self.spec = packed.tensors, problem.spec
         self.tensors = t
@@ -191,10 +192,6 @@ class _TrtllmRunner(RunnerBase):
             "routing_method_type": _GIVEN,
             "do_finalize": True,
         }
-
-    @property
-    def options(self) -> frozenset[str]:
-        return frozenset(("expert_map",))
 
     def given(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> dict[str, Any]:
         """Return the arguments that x and its routing become. Weights are 0 where ids name no expert of this layer."""

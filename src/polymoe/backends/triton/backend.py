@@ -37,31 +37,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("polymoe")
 
 
-_HANDLES: Handled = {
-    **SHARDS,
-    "activation": (SwiGLU, GeGLU, ReLU2),
-    "weight_on": ("output", "input"),
-    "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(m for m in ACTIVATIONS.values() if m.element != "e2m1" and not m.fast_accumulation),
-    "scales": ANY,
-    "spec.bias": ANY,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Triton(BackendBase):
     """Grouped GEMMs with A and B swapped: weights are the left operand. Calls can be captured in CUDA graphs."""
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
+    handles: ClassVar[Handled] = {
+        **SHARDS,
+        "activation": (SwiGLU, GeGLU, ReLU2),
+        "weight_on": ("output", "input"),
+        "dtype": ("bf16", "fp16", "fp32"),
+        "activations": tuple(m for m in ACTIVATIONS.values() if m.element != "e2m1" and not m.fast_accumulation),
+        "scales": ANY,
+        "spec.bias": ANY,
+    }
+    """:meth:`check` rejects some combinations."""
     compiler: ClassVar[str | None] = "triton"
     fitting: dict[tuple[Problem, Config], TritonConfig] = field(default_factory=dict, compare=False, repr=False)
     """By configuration that the GPU refused at its first launch: the one that runs in its place."""
-
-    @property
-    def handles(self) -> Handled:
-        """Values that the kernels cover. :meth:`check` rejects combinations that they do not."""
-        return _HANDLES
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Collect every reason against it: the GPU, the triton package, and what the kernels do not cover."""
@@ -91,13 +85,11 @@ class Triton(BackendBase):
         return reasons.verdict(Accepted(capturable=True))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
-        """Return the heuristic's tiles."""
         return heuristic(problem, machine, tokens)
 
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """See :func:`polymoe.backends.triton.tiles.tuning_configs`."""
         return tuning_configs(problem, machine, tokens, timed)
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
@@ -121,14 +113,12 @@ class Triton(BackendBase):
         return Prediction(weights_us + flops_us + rows_us + 14, "cost model")
 
     def compile(self, problem: Problem, packed: Packed, call: CallArguments, config: Config) -> None:
-        """See :meth:`polymoe.backends.base.Backend.compile`."""
         from polymoe.kernels.triton.compile_only import compile_only
 
         with compile_only():
             self.bind(problem, packed).run(call, config)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Return a runner for one packed layer."""
         from polymoe.backends.triton.runner import TritonRunner
 
         return TritonRunner(problem, packed, self.fitting)

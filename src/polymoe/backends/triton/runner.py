@@ -57,13 +57,9 @@ class TritonRunner(RunnerBase):
         self.x_quantization, self.h_quantization = (
             Quantization(mode, static_E, problem.activations.group_columns) for static_E in scales
         )
+        dynamic = problem.activations.quantized and not problem.activations.static
+        self.options = frozenset(("workspace", "expert_map", "x_scales") if dynamic else ("workspace", "expert_map"))
         self.gemms: dict[tuple[int, str, torch.dtype], _Gemm] = {}
-
-    @property
-    def options(self) -> frozenset[str]:
-        """``workspace`` and ``expert_map``, and ``x_scales`` where x is quantized dynamically."""
-        dynamic = self.problem.activations.quantized and not self.problem.activations.static
-        return frozenset(("workspace", "expert_map", "x_scales") if dynamic else ("workspace", "expert_map"))
 
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """Return the bytes for the permutation, x, h and y, and for the parts that are added up."""
