@@ -12,9 +12,9 @@ from backends_document import markdown
 from share_plot import write_png
 
 from polymoe.bench.cases import CASES, Case
-from polymoe.bench.records import Record, newest
+from polymoe.bench.records import Record
 from polymoe.machine import Machine
-from polymoe.planning.measured import Table
+from polymoe.planning.measured import Table, newest
 from polymoe.planning.select import select
 
 LETTERS = {

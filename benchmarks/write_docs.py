@@ -30,7 +30,7 @@ from share_plot import plot, write_png
 from polymoe.backends.cost import cost
 from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
-from polymoe.bench.records import Record, newest, read, read_lines
+from polymoe.bench.records import Record, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
 from polymoe.bench.serving.measures import Percentiles
@@ -39,7 +39,7 @@ from polymoe.common.install_command import install_command
 from polymoe.common.json_input import read_fields
 from polymoe.explanation import explain
 from polymoe.machine import DEVICES
-from polymoe.planning.measured import Table
+from polymoe.planning.measured import Table, newest
 from polymoe.planning.table_files import read as read_table
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from share_plot import plot
 
-from polymoe.bench.records import Record, Stamp, append, check_writable, newest, read
+from polymoe.bench.records import Record, Stamp, append, check_writable, read
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
+from polymoe.planning.measured import newest
 
 ONE = Record(
     case="tiny", backend="reference", format="mxfp4", activations="16bit", tokens=4, routing="uniform", median_us=10.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -178,12 +178,3 @@ def read_lines(path: Path, build: Callable[[dict[str, Any]], _T], expected: str)
             got = f"{line[:80].decode(errors='replace')}: {error}"
             raise ArgumentError(f"{path}, line {number}", expected=expected, got=got) from error
     return found
-
-
-def newest(records: Iterable[Record]) -> list[Record]:
-    """Return the newest record of each key; of equal dates, the later line."""
-    best: dict[tuple[object, ...], Record] = {}
-    for record in records:
-        if record.key not in best or record.date >= best[record.key].date:
-            best[record.key] = record
-    return list(best.values())

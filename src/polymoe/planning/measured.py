@@ -114,10 +114,10 @@ class Table:
         return tuple(best[tokens][1] for tokens in sorted(best))
 
 
-def newest(rows: Iterable[Measured]) -> list[Measured]:
-    """Return the newest row of each key, sorted by key. Of rows with equal dates, the last is returned."""
-    best: dict[tuple[Any, ...], Measured] = {}
+def newest(rows: Iterable[Any]) -> list[Any]:
+    """Return the newest row of each ``key``, in the order in which keys appear; of equal dates, the last one."""
+    best: dict[Any, Any] = {}
     for row in rows:
         if row.key not in best or row.date >= best[row.key].date:
             best[row.key] = row
-    return sorted(best.values(), key=lambda row: (*row.key[:4], row.triton or ""))
+    return list(best.values())

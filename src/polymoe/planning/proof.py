@@ -24,15 +24,12 @@ _SAID: dict[ProofStatus, str] = {"measured": "timed", "run": "tested", "unrun": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """What was proven of one kernel family of a backend, for one format and one kind of activations, on one GPU model.
+class _Cell:
+    """One kernel family of a backend, for one format and one kind of activations, on one GPU model.
 
     Attributes:
         backend, family, format, activations: what ran; ``family`` as ``Config.kernel_family``.
         device: the GPU model, as :attr:`polymoe.machine.Device.name`.
-        status: "measured" or "run".
-        commit, date: of the newest proof.
-        source: the file in benchmarks/results/ that shows it.
     """
 
     backend: str
@@ -40,10 +37,6 @@ class Proof:
     format: str
     activations: str
     device: str
-    status: Literal["measured", "run"]
-    commit: str
-    date: str
-    source: str
 
     @property
     def cell(self) -> tuple[str, str, str, str, str]:
@@ -52,32 +45,37 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunLine:
+class Proof(_Cell):
+    """What was proven.
+
+    Attributes:
+        status: "measured" or "run".
+        commit, date: of the newest proof.
+        source: the file in benchmarks/results/ that shows it.
+    """
+
+    status: Literal["measured", "run"]
+    commit: str
+    date: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine(_Cell):
     """A line of ``run-*.jsonl``: what ran on a GPU, and whether its results were right.
 
     Attributes:
-        backend, family, format, activations, device: what the status belongs to, as in :class:`Proof`.
         test: what ran it: a test's file, or ``polymoe verify`` and its checkpoint.
         passed: whether every result was within the tolerance.
         torch, triton, commit, date: versions, source, time (UTC).
     """
 
-    backend: str
-    family: str
-    format: str
-    activations: str
-    device: str
     test: str
     passed: bool
     torch: str
     triton: str | None
     commit: str
     date: str
-
-    @property
-    def cell(self) -> tuple[str, str, str, str, str]:
-        """What the status belongs to."""
-        return (self.backend, self.family, self.format, self.activations, self.device)
 
 
 class Proofs:

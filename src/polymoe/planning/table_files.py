@@ -125,7 +125,8 @@ def add(path: Path, rows: Sequence[Measured]) -> Path | None:
     with FileLock(path.with_name(path.name + ".lock")):
         lines = read_lines(path)
         aside = _copy_aside(path) if lines.errors else None
-        replace_file(path, "".join(json.dumps(row.to_dict()) + "\n" for row in newest([*lines.rows, *rows])))
+        kept = sorted(newest([*lines.rows, *rows]), key=lambda row: (*row.key[:4], row.triton or ""))
+        replace_file(path, "".join(json.dumps(row.to_dict()) + "\n" for row in kept))
     installed.cache_clear()
     return aside
 
