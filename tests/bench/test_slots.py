@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymoe.bench import slots
 from polymoe.bench.cases import Workload
-from polymoe.bench.records import Record, Stamp
-from polymoe.bench.routings import RoutingDistribution
+from polymoe.bench.records import Record
 from polymoe.bench.slots import missing_calls, slot_rows
 from polymoe.bench.timing import Timing
 from polymoe.errors import ArgumentError
@@ -24,6 +23,7 @@ from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.slots import LeastRecentlyUsed
 from polymoe.machine import Machine
 from support.problems import GPT_OSS, problem_of, random_experts
+from support.tiny import bench
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 4), (256, 6), (160, 8), (384, 8), (16, 4)])
@@ -93,8 +93,8 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "OffloadedExperts", _Host)
     machine = Machine.of("cpu")
     memory = replace(machine.device, bandwidth=1e15, flops_16bit=1e18)  # the link is what takes time
-    where = replace(machine, device=memory), torch.device("cpu"), Stamp.now(machine, "test")
-    rows = list(slot_rows(workload, RoutingDistribution("uniform"), *where, 4, (0, 1, 2), (8, 300)))
+    run = bench(workload=workload, machine=replace(machine, device=memory))
+    rows = list(slot_rows(run, 4, (0, 1, 2), (8, 300)))
     assert not [row.note for row in rows if row.wrong]
     records = [row.record for row in rows if row.record is not None and row.backend != "resident"]
     assert [r.case.removeprefix("case") for r in records] == [
@@ -104,7 +104,7 @@ def test_no_time_is_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records[1].floor_us > 0
     assert rows[-1].note == "12 misses"
     with pytest.raises(ArgumentError, match=r"slots: expected 2 .* to 15 .*got 16"):
-        next(slot_rows(workload, RoutingDistribution("uniform"), *where, 16, (0, 1, 2), (8,)))
+        next(slot_rows(run, 16, (0, 1, 2), (8,)))
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import Workload
 from polymoe.bench.contenders import BenchRow, Call
-from polymoe.bench.measure import draw_calls
-from polymoe.bench.records import Record, Stamp
-from polymoe.bench.routings import RoutingDistribution, floor_us
+from polymoe.bench.measure import Bench, draw_calls
+from polymoe.bench.records import Record
+from polymoe.bench.routings import floor_us
 from polymoe.bench.timing import TimedCalls, Timing
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
@@ -78,11 +78,7 @@ def _link_bytes_per_s(experts: OffloadedExperts, device: torch.device) -> float:
 
 
 def slot_rows(
-    workload: Workload,
-    distribution: RoutingDistribution,
-    machine: Machine,
-    device: torch.device,
-    stamp: Stamp,
+    bench: Bench,
     slots: int,
     misses: Sequence[int],
     tokens: Sequence[int],
@@ -96,12 +92,12 @@ def slot_rows(
         ArgumentError: for slots or misses that do not fit the layer.
         UnsupportedProblem, PlanError: as :class:`OffloadedExperts`.
     """
-    problem = workload.problem
+    problem, device, routing = bench.workload.problem, bench.device, bench.distribution
     count, top_k = problem.spec.local_experts, problem.top_k
     require_slots(problem, slots)
     cycles = {m: missing_calls(count, slots, top_k, m) for m in misses}
     progress("packing")
-    resident = packed_layer(workload, machine, device)
+    resident = packed_layer(bench.workload, bench.machine, device)
     progress(f"page-locking {count} experts")
     offloaded = OffloadedExperts(copy.deepcopy(resident), slots)
     link = _link_bytes_per_s(offloaded, device)
@@ -112,7 +108,7 @@ def slot_rows(
     def calls(cycle: list[list[int]]) -> list[Call]:
         return [(x_TH, Routing(torch.tensor([e], device=device) + first, weights_TA)) for e in cycle]
 
-    of = _Timed(workload, offloaded, machine, stamp, link)
+    of = _Timed(bench, offloaded, link)
     rate = f"link {link / 1e9:.1f} GB/s"
     if misses:
         yield replace(of.row([resident], resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
@@ -131,19 +127,17 @@ def slot_rows(
                 stack.append(OffloadedExperts(copy.deepcopy(resident), slots))
                 _call(stack[-1], *filling)
             progress(f"{t} tokens")
-            drawn = draw_calls(problem, distribution, device, t)
-            yield replace(of.row([resident], resident, drawn, distribution.name, 0), note=rate)
-            yield of.row(stack if t > _MOST_CAPTURED else [offloaded], resident, drawn, distribution.name, None)
+            drawn = draw_calls(problem, routing, device, t)
+            yield replace(of.row([resident], resident, drawn, routing.name, 0), note=rate)
+            yield of.row(stack if t > _MOST_CAPTURED else [offloaded], resident, drawn, routing.name, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
     """What the rows of a layer share."""
 
-    workload: Workload
+    bench: Bench
     offloaded: OffloadedExperts
-    machine: Machine
-    stamp: Stamp
     link_bytes_per_s: float
 
     def row(
@@ -156,7 +150,8 @@ class _Timed:
     ) -> BenchRow:
         """Compare a cycle of calls with the resident layer's bits, and time it; ``misses`` of each call are expected,
         or with None counted. Of several layers, each has one of the calls in turn, and they are timed together."""
-        problem, offloaded = self.workload.problem, self.offloaded
+        bench, offloaded = self.bench, self.offloaded
+        problem, device = bench.workload.problem, bench.machine.device
         tokens, stacked = len(calls[0][0]), len(layers) > 1
         calls = [calls[at % len(calls)] for at in range(max(len(calls), len(layers)))]
         layer = layers[0]
@@ -167,8 +162,12 @@ class _Timed:
             partial(_call, layers[at % len(layers)], x, routed, out)
             for at, ((x, routed), out) in enumerate(zip(calls, outs, strict=True))
         ]
-        together = [partial(_in_turn, made)] if stacked else made
-        timed = TimedCalls(together, offloaded.device, graph=not stacked)
+
+        def in_turn() -> None:
+            for call in made:
+                call()
+
+        timed = TimedCalls([in_turn] if stacked else made, offloaded.device, graph=not stacked)
         timed()
         before = _misses(layers)
         for out in outs:
@@ -183,11 +182,11 @@ class _Timed:
         if stacked:
             each = (timing.median_us, timing.p25_us, timing.p75_us)
             timing = Timing(*(us / len(calls) for us in each), by=timing.by)
-        floor = floor_us(problem, self.machine.device, [routed for _, routed in calls])
+        floor = floor_us(problem, device, [routed for _, routed in calls])
         copies = copied * offloaded.expert_bytes / self.link_bytes_per_s * 1e6
         floor = max(floor, copies) if stacked else floor + copies
         step = resident.explain().require().step(tokens)
-        case, slots = self.workload.case, offloaded.slots
+        case, slots = bench.workload.case, offloaded.slots
         if layer is not resident:
             case += f"[{slots} slots]" if misses is None else f"[{slots} slots, {misses} misses]"
         if stacked:
@@ -195,8 +194,8 @@ class _Timed:
         record = Record.of(
             timing,
             floor,
-            self.stamp,
-            self.machine,
+            bench.stamp,
+            bench.machine,
             case=case,
             backend=step.backend,
             format=problem.spec.format,
@@ -213,11 +212,6 @@ class _Timed:
 
 def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor | None = None) -> None:
     layer(x_TH, *routing, out=out_TH)
-
-
-def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _misses(layers: Sequence[FusedExperts]) -> int:

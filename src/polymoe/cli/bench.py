@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from polymoe.cli.output import command_line, console, measured_on, print_json, p
 from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from polymoe.bench.measure import Bench, BenchRow
+    from polymoe.bench.contenders import BenchRow
 
 
 class _Changes(Options, heading="What is measured"):
@@ -80,15 +79,32 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
                    "profile": output.profile}  # fmt: skip
     if calls.slots is not None and (given := [name for name, value in of_backends.items() if value is not None]):
         raise typer.BadParameter(f"--{given[0]} needs all experts on the GPU: leave it out, or --slots")
-    bench = _prepared(layer, changes, calls, contenders.device, output)
+    from polymoe.bench.energy import EnergyMeter
+    from polymoe.bench.measure import Bench
+    from polymoe.bench.records import Stamp
+    from polymoe.bench.routings import parse_routing
+    from polymoe.bench.slots import slot_rows
+
+    # Errors that would appear after minutes of timing are found here.
+    machine, where = measured_on(contenders.device)
+    meter = EnergyMeter(where) if output.energy else None
+    workload = layer.workload(where, of_case=vars(changes), of_files={})
+    distribution, problem = parse_routing(calls.routing, workload.problem)
+    bench = Bench(
+        workload=replace(workload, problem=problem), distribution=distribution, machine=machine, device=where,
+        stamp=Stamp.now(machine, command_line(), output.commit), meter=meter, trace=output.profile,
+    )  # fmt: skip
     append = output.appender()
-    workload, device = bench.workload, bench.machine.device
-    routed = f"{bench.distribution.name} routing"
+    workload, device, routed = bench.workload, machine.device, f"{distribution.name} routing"
     say(f"{workload.case}: {workload.problem}; {routed}, on {device}")
     rows: list[BenchRow] = []
     try:
         with Progress("bench kernels") as progress:
-            for row in _rows(bench, calls, contenders, progress.update):
+            if calls.slots is None:
+                found = bench.rows(calls.tokens, contenders.backends, progress.update, contenders.peers or ())
+            else:
+                found = slot_rows(bench, calls.slots, calls.misses or (0, 1, 2, 4), calls.tokens, progress.update)
+            for row in found:
                 rows.append(row)
                 if row.record is not None:
                     append(row.record)
@@ -101,37 +117,6 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
         say("floor and share use nominal rates of this device, not measured ones")
     if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
-
-
-def _rows(bench: Bench, calls: _Calls, contenders: _Contenders, progress: Callable[[str], None]) -> Iterator[BenchRow]:
-    if calls.slots is None:
-        return bench.rows(calls.tokens, contenders.backends, progress, contenders.peers or ())
-    from polymoe.bench.slots import slot_rows
-
-    where = (bench.workload, bench.distribution, bench.machine, bench.device, bench.stamp)
-    return slot_rows(*where, calls.slots, calls.misses or (0, 1, 2, 4), calls.tokens, progress)
-
-
-def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: str, output: _Output) -> Bench:
-    """Return the benchmark; errors that would appear after minutes of timing are found here."""
-    from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.measure import Bench
-    from polymoe.bench.records import Stamp
-    from polymoe.bench.routings import parse_routing
-
-    machine, where = measured_on(device)
-    meter = EnergyMeter(where) if output.energy else None
-    workload = layer.workload(where, of_case=vars(changes), of_files={})
-    distribution, problem = parse_routing(calls.routing, workload.problem)
-    return Bench(
-        workload=replace(workload, problem=problem),
-        distribution=distribution,
-        machine=machine,
-        device=where,
-        stamp=Stamp.now(machine, command_line(), output.commit),
-        meter=meter,
-        trace=output.profile,
-    )
 
 
 def _print(rows: list[BenchRow], title: str) -> None:

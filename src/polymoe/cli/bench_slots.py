@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +78,8 @@ def command(replayed: _Replayed, output: Output) -> None:
 
 def _plain(result: Replay, rates: Sequence[tuple[str, float]]) -> dict[str, Any]:
     copied = result.bytes_per_token
-    return {
-        "policy": result.policy,
-        "hits": result.hits,
-        "misses": result.misses,
-        "hit_rate": result.hit_rate,
-        "misses_per_token": result.misses_per_token,
-        "bytes_per_token": copied,
-        "link_seconds_per_token": [None if copied is None else copied / rate for _, rate in rates],
-    }
+    seconds = [None if copied is None else copied / rate for _, rate in rates]
+    return {**asdict(result), "hit_rate": result.hit_rate, "link_seconds_per_token": seconds}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
