@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,7 @@ from polymoe.errors import ArgumentError, MissingDependency, printable
 
 if TYPE_CHECKING:
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.serving.client import Client
     from polymoe.bench.serving.record import ServingRecord
-    from polymoe.bench.serving.run import ServingBench
 
 _counts = numbers(1, 10**9)
 
@@ -66,8 +63,11 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
     For steady load, guidellm asks the same server: docs/serving-benchmarks.md has the command.
     Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
+    from polymoe.bench.records import source
     from polymoe.bench.serving.client import Client, Server
-    from polymoe.bench.serving.run import rows
+    from polymoe.bench.serving.prompts import Prompts
+    from polymoe.bench.serving.record import Origin
+    from polymoe.bench.serving.run import ServingBench, rows
 
     # Errors that would appear after minutes of measuring are found here.
     server = Server(url=access.server, api_key=access.api_key or "none", timeout_s=access.timeout_s)
@@ -83,7 +83,21 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
 
     async def measure() -> None:
         async with Client(server, model=access.model, chat=access.chat, extra=access.extra) as client:
-            bench = await _prepared(client, load, gpus, output, meter, progress.update)
+            await client.settle()
+            if not client.ignores_eos:
+                say("the server refuses ignore_eos: answers may end early")
+            seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
+            prompts = Prompts(client.count, seed=seed)
+            await prompts.calibrate()
+            origin = Origin(
+                label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
+                model=client.model, engine=client.owner, gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
+                device=", ".join(dict.fromkeys(meter.names())) if meter else None,
+                commit=output.commit or source(), command=command_line(),
+            )  # fmt: skip
+            bench = ServingBench(
+                client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress.update
+            )
             await bench.run(planned, keep)
 
     try:
@@ -93,36 +107,6 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
         _report(found, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
-
-
-async def _prepared(
-    client: Client,
-    load: _Load,
-    gpus: _Gpus,
-    output: _Output,
-    meter: EnergyMeter | None,
-    progress: Callable[[str], None],
-) -> ServingBench:
-    """Return the benchmark, once the server has answered and counted."""
-    from polymoe.bench.records import source
-    from polymoe.bench.serving.prompts import Prompts
-    from polymoe.bench.serving.record import Origin
-    from polymoe.bench.serving.run import ServingBench
-
-    await client.settle()
-    server = client.server
-    if not client.ignores_eos:
-        say("the server refuses ignore_eos: answers may end early")
-    seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
-    prompts = Prompts(client.count, seed=seed)
-    await prompts.calibrate()
-    origin = Origin(
-        label=output.label or client.owner or server.host, server=server.base_url.removesuffix("/v1"),
-        model=client.model, engine=client.owner, gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
-        device=", ".join(dict.fromkeys(meter.names())) if meter else None,
-        commit=output.commit or source(), command=command_line(),
-    )  # fmt: skip
-    return ServingBench(client=client, prompts=prompts, origin=origin, meter=meter, warm=load.warmup, say=progress)
 
 
 def _report(found: list[ServingRecord], output: _Output) -> None:

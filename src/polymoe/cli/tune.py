@@ -14,8 +14,6 @@ from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 
 if TYPE_CHECKING:
-    import torch
-
     from polymoe.backends import Backend
     from polymoe.bench.tune import Outcome
     from polymoe.machine import Machine
@@ -63,6 +61,8 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     of_files = {"tp": ranks.tp, "ep": ranks.ep}
     layer.check(of_case={}, of_files=of_files)
 
+    import torch
+
     from polymoe.bench.compile_ahead import CompileAhead
     from polymoe.bench.records import Stamp, check_writable
     from polymoe.bench.tune import Tune
@@ -75,7 +75,10 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     if output.out is not None:
         check_writable(output.out)
     choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in ranks.tokens)
-    _require_choice(choice, where.type)
+    if where.type == "cpu" and not choice:
+        expected, got = "a GPU", "cpu, where no backend has configurations to choose from"
+        hint = "bench kernels measures the reference on a CPU"
+        raise ArgumentError("--device", expected=expected, got=got, hint=hint)
     file = output.out or user_file(machine.device.name)
     if file is None:
         raise ArgumentError("--out", expected="a table to write", got="none, and no home directory for a cache")
@@ -84,7 +87,10 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     jobs = limits.jobs
     if jobs is None:
         jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
-    memory = _limited(limits.memory, where)
+    memory = None if limits.memory is None else int(limits.memory * 2**30)
+    if memory is not None and where.type == "cuda":  # PyTorch stays below it too
+        share = min(1.0, memory / torch.cuda.get_device_properties(where).total_memory)
+        torch.cuda.set_per_process_memory_fraction(share)
     found: list[Outcome] = []
     try:
         with (
@@ -104,29 +110,6 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
             print_json([_plain(outcome) for outcome in found])
         elif found:
             _print(found, f"{workload.case}, {problem.spec.format}, {machine.device}")
-
-
-def _limited(gib: float | None, device: torch.device) -> int | None:
-    """Keep PyTorch below a limit on memory, which is returned in bytes."""
-    import torch
-
-    if gib is None:
-        return None
-    if device.type == "cuda":
-        fraction = min(1.0, gib * 2**30 / torch.cuda.get_device_properties(device).total_memory)
-        torch.cuda.set_per_process_memory_fraction(fraction)
-    return int(gib * 2**30)
-
-
-def _require_choice(choice: bool, kind: str) -> None:
-    """Refuse a CPU on which no backend has anything to tune."""
-    if kind == "cpu" and not choice:
-        raise ArgumentError(
-            "--device",
-            expected="a GPU",
-            got="cpu, where no backend has configurations to choose from",
-            hint="bench kernels measures the reference on a CPU",
-        )
 
 
 def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
