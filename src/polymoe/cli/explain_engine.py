@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from polymoe.cli.output import console, print_json
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
     from polymoe.explanation import Fit, Ranks
     from polymoe.machine import Device
-    from polymoe.planning.selection import PlannedRange
 
 
 def explain_engine(
@@ -70,11 +69,10 @@ def explain_engine(
         )
         return
     out = console()
-    ranks = "".join(
-        f", {name}={size}" for name, size in (("tp", shard.tp), ("dp", ranks.dp), ("ep", shard.ep)) if size > 1
-    )
+    sizes = (("tp", shard.tp), ("dp", ranks.dp), ("ep", shard.ep))
+    split = "".join(f", {name}={size}" for name, size in sizes if size > 1)
     role = f", role {request.role}" if request.role != "mixed" else ""
-    out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}{role}")
+    out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{split}{role}")
     if machine.device.kind == "cuda":
         out.print(fit.line() if fit else f"whether it fits is not known: {unknown}")
     if off:
@@ -122,13 +120,8 @@ def _lines(row: LayerPreview, engine: Engine) -> list[str]:
     return [
         f"{which}: polymoe runs them: {verdict.problem}",
         f"  layout {plan.layout}, {packed} packed for each layer on this rank",
-        *(f"  {_range(found)}" for found in verdict.selection.ranges()),
+        *(f"  {format_tokens(r.tokens)}: {r.step.backend}, {r.known}" for r in verdict.selection.ranges()),
     ]
-
-
-def _range(found: PlannedRange) -> str:
-    proven = f", kernels {found.proven}" if found.proven else ""
-    return f"{format_tokens(found.tokens)}: {found.step.backend}, {found.time} ({found.source}){proven}"
 
 
 def _row(row: LayerPreview) -> dict[str, Any]:
@@ -137,7 +130,6 @@ def _row(row: LayerPreview) -> dict[str, Any]:
 
     found: dict[str, Any] = {"layers": list(row.layers), "name": row.where, "method": row.method}
     if isinstance(row.verdict, Rejected):
-        reasons = [{"what": r.what, "expected": r.expected, "got": r.got} for r in row.verdict.reasons]
-        return {**found, "runs": False, "reasons": reasons}
+        return {**found, "runs": False, "reasons": list(map(asdict, row.verdict.reasons))}
     packed = row.verdict.problem.spec.local_bytes
     return {**found, "runs": True, "packed_bytes_per_layer": packed, **row.verdict.selection.to_dict()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -68,9 +68,13 @@ class PlannedRange:
     source: str
     proven: str
 
+    @property
+    def known(self) -> str:
+        """Time, source and proof."""
+        return f"{self.time} ({self.source})" + (f", kernels {self.proven}" if self.proven else "")
+
     def __str__(self) -> str:
-        known = f"{self.time} ({self.source})" + (f", kernels {self.proven}" if self.proven else "")
-        return f"{format_tokens(self.tokens)}: {self.step.backend} ({self.step.config}), {known}"
+        return f"{format_tokens(self.tokens)}: {self.step.backend} ({self.step.config}), {self.known}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +275,7 @@ class Selection:
             "note": describe(c.verdict, c.proven(device)) if isinstance(c.verdict, Accepted) else "",
             "proof": weakest(status for _, status in c.proofs) if c.proofs else None,
             "proofs": dict(c.proofs),
-            "reasons": [{"what": r.what, "expected": r.expected, "got": r.got} for r in reasons],
+            "reasons": list(map(asdict, reasons)),
             "predicted": [
                 {
                     "tokens": t,
