@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from typing import Protocol
 
 from polymoe.errors import ArgumentError
 from polymoe.layer.routing_trace import RoutingTrace, TracedCall
@@ -43,40 +42,24 @@ class Replay:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
 
-class _Policy(Protocol):
-    """The slots of all layers."""
-
-    def place(self, call: TracedCall) -> int:
-        """Put the experts of a call into slots; return how many were in none."""
-        ...
-
-
-class _Recency:
+def _recency(calls: Sequence[TracedCall], slots: Sequence[int]) -> Iterator[int]:
     """Those used least recently are evicted, of each layer: what polymoe does."""
-
-    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
-        self._layers = [LeastRecentlyUsed(count) for count in slots]
-
-    def place(self, call: TracedCall) -> int:
-        return len(self._layers[call.layer].place(call.needed))
+    layers = [LeastRecentlyUsed(count) for count in slots]
+    for call in calls:
+        yield len(layers[call.layer].place(call.needed))
 
 
-class _Pool:
-    """As :class:`_Recency`, with as many slots in all, which any layer may have. Ties go by id."""
-
-    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
-        self._slots = sum(slots)
-        self._held: OrderedDict[tuple[int, int], None] = OrderedDict()
-
-    def place(self, call: TracedCall) -> int:
-        missing = 0
-        for expert in call.needed:
-            missing += (call.layer, expert) not in self._held
-            self._held[call.layer, expert] = None
-            self._held.move_to_end((call.layer, expert))
-        while len(self._held) > self._slots:
-            self._held.popitem(last=False)
-        return missing
+def _pool(calls: Sequence[TracedCall], slots: Sequence[int]) -> Iterator[int]:
+    """As :func:`_recency`, with as many slots in all, which any layer may have. Ties go by id."""
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    for call in calls:
+        keys = [(call.layer, expert) for expert in call.needed]
+        yield sum(key not in held for key in keys)
+        for key in keys:
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > sum(slots):
+            held.popitem(last=False)
 
 
 class _Ranked:
@@ -95,48 +78,39 @@ class _Ranked:
         return missing
 
 
-class _Frequency:
+def _frequency(calls: Sequence[TracedCall], slots: Sequence[int], half_life: int) -> Iterator[int]:
     """Those used least often are evicted, of each layer. A use counts half after ``half_life`` calls of the layer."""
-
-    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int], half_life: int) -> None:
-        self._layers = [_Ranked(count) for count in slots]
-        self._now, self._half_life = [0] * len(slots), half_life
-        self._uses: dict[tuple[int, int], float] = {}
-
-    def place(self, call: TracedCall) -> int:
+    layers, counts = [_Ranked(count) for count in slots], [0] * len(slots)
+    uses: dict[tuple[int, int], float] = {}
+    for call in calls:
         # Ranks are logarithms of uses as if all had been now, less the time, which is the same for all experts.
-        self._now[call.layer] += 1
-        now = self._now[call.layer] / self._half_life
+        counts[call.layer] += 1
+        now = counts[call.layer] / half_life
         for key in ((call.layer, expert) for expert in call.needed):
-            before = self._uses.get(key, -math.inf)
-            self._uses[key] = now + math.log2(2 ** (before - now) + 1)
-        return self._layers[call.layer].place({e: self._uses[call.layer, e] for e in call.needed})
+            uses[key] = now + math.log2(2 ** (uses.get(key, -math.inf) - now) + 1)
+        yield layers[call.layer].place({e: uses[call.layer, e] for e in call.needed})
 
 
-class _Clairvoyant:
+def _clairvoyant(calls: Sequence[TracedCall], slots: Sequence[int]) -> Iterator[int]:
     """Those that are needed last, or never again, are evicted, of each layer: no policy has fewer misses."""
-
-    def __init__(self, calls: Sequence[TracedCall], slots: Sequence[int]) -> None:
-        self._layers = [_Ranked(count) for count in slots]
-        after: dict[tuple[int, int], float] = {}
-        ranks: list[dict[int, float]] = []
-        for at in range(len(calls) - 1, -1, -1):
-            call = calls[at]
-            ranks.append({e: -after.get((call.layer, e), math.inf) for e in call.needed})
-            after.update(((call.layer, e), at) for e in call.needed)
-        self._ranks = reversed(ranks)
-
-    def place(self, call: TracedCall) -> int:
-        return self._layers[call.layer].place(next(self._ranks))
+    layers = [_Ranked(count) for count in slots]
+    after: dict[tuple[int, int], float] = {}
+    ranks: list[dict[int, float]] = []
+    for at in range(len(calls) - 1, -1, -1):
+        call = calls[at]
+        ranks.append({e: -after.get((call.layer, e), math.inf) for e in call.needed})
+        after.update(((call.layer, e), at) for e in call.needed)
+    for call in calls:
+        yield layers[call.layer].place(ranks.pop())
 
 
-POLICIES: dict[str, Callable[[Sequence[TracedCall], Sequence[int]], _Policy]] = {
-    "least recently used": _Recency,
-    **{f"frequency, half-life {n}": partial(_Frequency, half_life=n) for n in (16, 64, 256)},
-    "one pool": _Pool,
-    "clairvoyant": _Clairvoyant,
+POLICIES: dict[str, Callable[[Sequence[TracedCall], Sequence[int]], Iterator[int]]] = {
+    "least recently used": _recency,
+    **{f"frequency, half-life {n}": partial(_frequency, half_life=n) for n in (16, 64, 256)},
+    "one pool": _pool,
+    "clairvoyant": _clairvoyant,
 }
-"""Made from the calls that will be placed, in order, and the slots of each layer."""
+"""Put the experts of each call into slots, of which each layer has so many; yield how many experts were in none."""
 
 
 def slots_of_layers(wanted: float, trace: RoutingTrace) -> tuple[int, ...]:
@@ -161,14 +135,13 @@ def slots_of_layers(wanted: float, trace: RoutingTrace) -> tuple[int, ...]:
 def replays(calls: Iterable[TracedCall], trace: RoutingTrace, slots: Sequence[int]) -> Iterator[Replay]:
     """Yield what each policy does with calls of a trace, whose layers have so many slots; see the module."""
     placed = [call for call in calls if len(call.needed) <= slots[call.layer]]
-    tokens = [0] * len(slots)
+    tokens, needed = [0] * len(slots), sum(len(call.needed) for call in placed)
     for call in placed:
         tokens[call.layer] += call.tokens
     for name, policy in POLICIES.items():
-        made, misses, needed = policy(placed, slots), [0] * len(slots), 0
-        for call in placed:
-            needed += len(call.needed)
-            misses[call.layer] += made.place(call)
+        misses = [0] * len(slots)
+        for call, missing in zip(placed, policy(placed, slots), strict=True):
+            misses[call.layer] += missing
         each = copied = None
         if all(tokens):
             each = sum(m / t for m, t in zip(misses, tokens, strict=True))
