@@ -74,18 +74,14 @@ def diagnose() -> Diagnosis:
         "environment": _environment,
         "host": _host,
     }
-    return Diagnosis({name: _section(collect) for name, collect in sections.items()})
+    found = {name: _fact(collect) for name, collect in sections.items()}
+    return Diagnosis({name: facts if isinstance(facts, dict) else {"all": facts} for name, facts in found.items()})
 
 
-def _section(collect: Callable[[], Facts]) -> Facts:
-    found = _fact(collect)
-    return found if isinstance(found, dict) else {"all": found}
-
-
-def _fact(find: Callable[[], Any]) -> Any:
+def _fact(find: Callable[..., Any], *args: Any) -> Any:
     """What ``find`` returns, or why it failed."""
     try:
-        return find()
+        return find(*args)
     except Exception as error:
         return f"failed: {type(error).__name__}: {error}".rstrip(": ")
 
@@ -123,7 +119,7 @@ def _packages() -> Facts:
         return f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
 
     names = ("triton", "flashinfer-python", "flashinfer-cubin", "safetensors", "huggingface-hub")
-    return {"torch": _fact(torch_version), **{name: _fact(lambda name=name: _version(name)) for name in names}}
+    return {"torch": _fact(torch_version), **{name: _fact(_version, name) for name in names}}
 
 
 def _tested() -> Facts:
@@ -148,7 +144,7 @@ def _gpus() -> Facts:
     facts: Facts = {"driver": _fact(_driver)}
     if not torch.cuda.is_available():
         return {**facts, "found": "none" if torch.version.cuda else "none: this torch is built without CUDA"}
-    return {**facts, **{f"cuda:{i}": _fact(lambda i=i: _gpu(i)) for i in range(torch.cuda.device_count())}}
+    return {**facts, **{f"cuda:{i}": _fact(_gpu, i) for i in range(torch.cuda.device_count())}}
 
 
 def _driver() -> str:
@@ -177,16 +173,13 @@ def _backends() -> Facts:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [f"cuda:{i}" for i in range(count)] or ["cpu"]
     machines = {str(machine.device): machine for machine in map(Machine.of, names)}
-    return {name: _fact(lambda machine=machine: _verdicts(machine)) for name, machine in machines.items()}
+    return {name: _fact(_verdicts, machine) for name, machine in machines.items()}
 
 
 def _verdicts(machine: Machine) -> Facts:
     from polymoe.backends import BACKENDS
 
-    def each(name: str) -> Facts:
-        return {form: _fact(lambda form=form: _verdict(name, form, machine)) for form in _typical()}
-
-    return {name: each(name) for name in BACKENDS}
+    return {name: {form: _fact(_verdict, name, form, machine) for form in _typical()} for name in BACKENDS}
 
 
 def _grouped(devices: Facts) -> Facts:
@@ -267,10 +260,10 @@ def _other_backends() -> Facts:
 
     def described(point: metadata.EntryPoint) -> str:
         package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
-        return f"{point.value} of {package}: {_fact(lambda: state(point))}"
+        return f"{point.value} of {package}: {_fact(state, point)}"
 
     points = metadata.entry_points(group=GROUP)
-    return {point.name: _fact(lambda point=point: described(point)) for point in points}
+    return {point.name: _fact(described, point) for point in points}
 
 
 def _engines() -> Facts:
@@ -354,7 +347,7 @@ def _tables() -> Facts | str:
 
     directory = cache_directory()
     files = sorted((directory / "tables").glob("*.jsonl")) if directory is not None else []
-    return {file.name: _fact(lambda file=file: said(file)) for file in files} or "none"
+    return {file.name: _fact(said, file) for file in files} or "none"
 
 
 def _sized(directory: Path | None) -> str:

@@ -263,6 +263,21 @@ class TritonRunner(RunnerBase):
         except OutOfResources as error:
             raise _DoesNotFit(projection, error) from error
 
+    def _constants(self, matrix: ProjectionArguments, tile: Tile, config: TritonConfig) -> dict[str, Any]:
+        """Return the constants and options of a GEMM's launches, whichever kernel it is."""
+        return {
+            "N": matrix.n,
+            "K": matrix.k,
+            "BIAS": self.problem.spec.bias,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_M": config.block_m,
+            "PDL": config.pdl,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": tile.maxnreg,
+            **launch_options(config.pdl),
+        }
+
     def _prepared(self, projection: str, config: TritonConfig, dtype: torch.dtype) -> _Gemm:
         """Return the kernel, constants and options of one GEMM's launches with operands of ``dtype``."""
         problem, up = self.problem, projection == "up"
@@ -276,8 +291,7 @@ class TritonRunner(RunnerBase):
         block_k = min(tile.block_k, group_k) if scale_at == "block" else tile.block_k
         block_k = min(block_k, _X_GROUP) if x_scale == "block" else block_k
         constants = {
-            "N": matrix.n,
-            "K": matrix.k,
+            **self._constants(matrix, tile, config),
             **decoding(encoding, dtype, in_float32, exact=problem.activations.quantized),
             "PLANES": matrix.planes,
             "OPERAND": OPERANDS[dtype],
@@ -288,18 +302,10 @@ class TritonRunner(RunnerBase):
             "SCALE_ALIGN": matrix.scale_align,
             "ZERO_POINTS": encoding.zero_points,
             "GLOBAL": encoding.global_scale,
-            "BIAS": problem.spec.bias,
             "X_SCALE": x_scale,
             "X_GROUP": _X_GROUP,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_M": config.block_m,
             "TAIL_BLOCK_M": config.tail_block_m,
             "BLOCK_K": block_k,
-            "PDL": config.pdl,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "maxnreg": tile.maxnreg,
-            **launch_options(config.pdl),
         }
         blocks, several = ceil_div(matrix.n, tile.block_n), tile.n_blocks_per_cta
         if not up and several > 1 and tile.split_k == 1 and matrix.k <= MAX_STEPS * block_k:
@@ -325,25 +331,16 @@ class TritonRunner(RunnerBase):
         """Return the same for MMAs that take E8M0 scales."""
         problem = self.problem
         constants = {
-            "N": matrix.n,
-            "K": matrix.k,
+            **self._constants(matrix, tile, config),
             "GATED": up and problem.spec.gated,
             **(self.activation if up else self.no_activation),
             "E2M1": matrix.encoding.element == "e2m1",
             "X_GROUP": problem.activations.group_columns,
             "PLAIN": self.device.type == "cpu",
-            "BIAS": problem.spec.bias,
             "ROUTER_WEIGHT_ON_INPUT": up and problem.weight_on == "input",
             "GATHER": up,
             "SCATTER": not up,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_M": config.block_m,
             "BLOCK_K": tile.block_k,
-            "PDL": config.pdl,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "maxnreg": tile.maxnreg,
-            **launch_options(config.pdl),
         }
         return _Gemm(config, grouped_gemm_block_scaled, ceil_div(matrix.n, tile.block_n), constants)
 
