@@ -28,11 +28,7 @@ class Limits:
     vocabulary: int | None = None
 
     def check(self, name: str, tokens: int) -> None:
-        """Check the length of an answer that a request asks for.
-
-        Args:
-            name: the field that asks.
-            tokens: its value.
+        """Check the length of an answer that the field ``name`` of a request asks for.
 
         Raises:
             HTTPException: 400, if no answer can have so many tokens.
@@ -42,11 +38,7 @@ class Limits:
             raise refusal(f"{name} is {tokens}, but an answer of this model has at most {most} tokens", param=name)
 
     def check_tokens(self, name: str, tokens: Iterable[int]) -> None:
-        """Check that the model knows some tokens.
-
-        Args:
-            name: the field that has them.
-            tokens: their ids.
+        """Check that the model knows the tokens, by id, of the field ``name``.
 
         Raises:
             HTTPException: 400, if it does not.
@@ -68,11 +60,7 @@ class Limits:
             )
 
     def bound(self, prompt_tokens: int, max_tokens: int) -> int:
-        """The maximum number of tokens in an answer.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            max_tokens: what the request asks for.
+        """The maximum number of tokens in an answer to a prompt of so many; ``max_tokens`` are asked for.
 
         Raises:
             HTTPException: 400 for a prompt that is empty or leaves no room in the context.

@@ -86,32 +86,14 @@ def _is_function(tool: Any) -> bool:
     )
 
 
-def _omitted() -> Any:
-    return Field(None, description="omitted: this server does not support it")
-
-
-def _text() -> Any:
-    return Field(None, description="a string")
-
-
-def _object() -> Any:
-    return Field(None, description="an object")
-
-
-def _tokens() -> Any:
-    return Field(None, ge=1, le=2**31 - 1, description="an integer from 1 to 2147483647")
-
-
-def _penalty() -> Any:
-    return Field(None, ge=-2, le=2, description="a number from -2 to 2")
-
-
-def _bool() -> Any:
-    return Field(None, description="true or false")
-
-
-def _not_true() -> Any:
-    return Field(None, description="false or omitted: this server does not support it")
+_Omitted = Annotated[None, Field(description="omitted: this server does not support it")]
+_Text = Annotated[str | None, Field(description="a string")]
+_Object = Annotated[dict[str, Any] | None, Field(description="an object")]
+_Tokens = Annotated[int | None, Field(ge=1, le=2**31 - 1, description="an integer from 1 to 2147483647")]
+_Penalty = Annotated[float | None, Field(ge=-2, le=2, description="a number from -2 to 2")]
+_Bool = Annotated[bool | None, Field(description="true or false")]
+_NotTrue = Annotated[Literal[False] | None, Field(description="false or omitted: this server does not support it")]
+_NumberOfTop = Annotated[int | None, Field(ge=0, le=_TOP_LOGPROBS, description=f"an integer from 0 to {_TOP_LOGPROBS}")]
 
 
 class _Request(BaseModel):
@@ -119,19 +101,19 @@ class _Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    frequency_penalty: float | None = _penalty()
-    ignore_eos: bool | None = _bool()  # not OpenAI's, but of vLLM and SGLang
+    frequency_penalty: _Penalty = None
+    ignore_eos: _Bool = None  # not OpenAI's, but of vLLM and SGLang
     logit_bias: Annotated[dict[str, float] | None, _where(_is_bias)] = Field(
         None, description="an object of at most 1024 numbers from -100 to 100, named by token ids"
     )
-    max_tokens: int | None = _tokens()
+    max_tokens: _Tokens = None
     min_p: float | None = Field(
         None, ge=0, le=1, description="a number from 0 to 1"
     )  # of vLLM and SGLang; the next too
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="an integer from 0 to 2147483647")
-    model: str | None = _text()
+    model: _Text = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description=f"an integer from 1 to {MAX_ANSWERS}")
-    presence_penalty: float | None = _penalty()
+    presence_penalty: _Penalty = None
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="a number from 0.01 to 100")  # of vLLM
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="an integer of at least 0")
     stop: Annotated[str | list[str] | None, _where(_is_stop)] = Field(
@@ -140,7 +122,7 @@ class _Request(BaseModel):
     stop_token_ids: Annotated[list[int] | None, _where(lambda v: len(v) <= 128 and all(map(_is_token, v)))] = Field(
         None, description="a list of at most 128 token ids"
     )  # of vLLM and SGLang
-    stream: bool | None = _bool()
+    stream: _Bool = None
     stream_options: Annotated[dict[str, Any] | None, _where(_is_stream_options)] = Field(
         None, description='an object in which "include_usage" and "continuous_usage_stats" may be true'
     )
@@ -150,49 +132,49 @@ class _Request(BaseModel):
     )
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="an integer of at least 1; 0 or -1 for all tokens")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, at most 1")
-    user: str | None = _text()  # without effect
+    user: _Text = None  # without effect
 
 
 class ChatRequest(_Request):
     """The fields of ``/v1/chat/completions``."""
 
-    audio: None = _omitted()
-    chat_template_kwargs: dict[str, Any] | None = _object()  # of vLLM and SGLang
-    function_call: None = _omitted()
-    functions: None = _omitted()
-    logprobs: bool | None = _bool()
-    max_completion_tokens: int | None = _tokens()
+    audio: _Omitted = None
+    chat_template_kwargs: _Object = None  # of vLLM and SGLang
+    function_call: _Omitted = None
+    functions: _Omitted = None
+    logprobs: _Bool = None
+    max_completion_tokens: _Tokens = None
     messages: list[Any] | None = Field(None, min_length=1, description="a list with at least one message")
-    metadata: dict[str, Any] | None = _object()  # without effect
+    metadata: _Object = None  # without effect
     modalities: Annotated[list[str] | None, _where(lambda v: v == ["text"])] = Field(None, description='["text"]')
-    moderation: None = _omitted()
+    moderation: _Omitted = None
     parallel_tool_calls: Literal[True] | None = Field(
         None, description="true or omitted: the model decides how many tools it calls"
     )
-    prediction: dict[str, Any] | None = _object()  # without effect on the answer; the next three neither
-    prompt_cache_key: str | None = _text()
-    prompt_cache_options: dict[str, Any] | None = _object()
-    prompt_cache_retention: str | None = _text()
-    reasoning_effort: str | None = _text()
+    prediction: _Object = None  # without effect on the answer; the next three neither
+    prompt_cache_key: _Text = None
+    prompt_cache_options: _Object = None
+    prompt_cache_retention: _Text = None
+    reasoning_effort: _Text = None
     response_format: Annotated[dict[str, Any] | None, _where(lambda v: v == {"type": "text"})] = Field(
         None,
         description='{"type": "text"}: this server does not constrain answers to JSON; "vllm serve" with polymoe\'s '
         "plug-in does",
     )
-    safety_identifier: str | None = _text()  # without effect
+    safety_identifier: _Text = None  # without effect
     service_tier: Literal["auto", "default"] | None = Field(None, description='"auto" or "default"')
-    store: Literal[False] | None = _not_true()
+    store: _NotTrue = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description='"auto" or "none"')
     tools: Annotated[list[Any] | None, _where(lambda v: bool(v) and all(map(_is_function, v)))] = Field(
         None,
         description='a list of {"type": "function", "function": {"name", "description", "parameters"}}, '
         "where strict is not true",
     )
-    top_logprobs: int | None = Field(None, ge=0, le=_TOP_LOGPROBS, description=f"an integer from 0 to {_TOP_LOGPROBS}")
+    top_logprobs: _NumberOfTop = None
     verbosity: Literal["medium"] | None = Field(
         None, description='"medium" or omitted: this server does not support it'
     )
-    web_search_options: None = _omitted()
+    web_search_options: _Omitted = None
 
 
 class CompletionRequest(_Request):
@@ -201,12 +183,12 @@ class CompletionRequest(_Request):
     best_of: Annotated[int | None, _where(lambda v: v == 1)] = Field(
         None, description="1 or omitted: this server does not choose among answers"
     )
-    echo: Literal[False] | None = _not_true()
-    logprobs: int | None = Field(None, ge=0, le=_TOP_LOGPROBS, description=f"an integer from 0 to {_TOP_LOGPROBS}")
+    echo: _NotTrue = None
+    logprobs: _NumberOfTop = None
     prompt: Annotated[str | list[Any] | None, _where(_is_prompt)] = Field(
         None, description=f"a string, a list of token ids, or a list of at most {MAX_ANSWERS} of either"
     )
-    suffix: None = _omitted()
+    suffix: _Omitted = None
 
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
