@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polymoe.backends.base import inputs_of
+from polymoe.backends.features import judge
 from polymoe.backends.flashinfer import FlashInfer
-from polymoe.backends.judge import judge
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine

@@ -136,7 +136,8 @@ class ModelBench:
                     continue
                 ran = {"experts": experts, "implementation": implementation, **held}
                 say(f"{experts}, {implementation}: {phase}, batch {batch}")
-                for way in self._ways(contender, phase):
+                captured = tuple(_WAYS) if contender.foreign else ("graph",)
+                for way in captured if phase == "decode" and self.graphs else ("plain",):
                     try:
                         if phase == "decode":
                             yield self.decode(model, ran, batch, way)
@@ -156,11 +157,6 @@ class ModelBench:
                             wrong.append(error)
                             break
                     torch._dynamo.reset()
-
-    def _ways(self, contender: Contender, phase: str) -> tuple[str, ...]:
-        if phase == "prefill" or not self.graphs:
-            return ("plain",)
-        return tuple(_WAYS) if contender.foreign else ("graph",)
 
     def decode(self, model: Any, ran: Mapping[str, Any], batch: int, way: str) -> ModelRecord:
         """Compare and time decode steps of a batch, run in one of the ``_WAYS``.
@@ -198,7 +194,12 @@ class ModelBench:
             difference = _compare(f"{what}: logits", got, self._logits[batch])
         elif ran["experts"] == "packed":
             self._logits[batch] = got
-        timed = (lambda: decoder.prefill(prompts_BT)), (lambda: _run_steps(decoder, given_NB1[: self.steps]))
+
+        def steps() -> None:
+            for token_B1 in given_NB1[: self.steps]:
+                decoder.step(token_B1).argmax(-1)
+
+        timed = (lambda: decoder.prefill(prompts_BT)), steps
         timing = self._time(*timed, model.device)
         return self._record(
             phase="decode", batch=batch, tokens=self.prompt_len, timing=timing, count=self.steps, new=batch,
@@ -362,11 +363,6 @@ def _free() -> int:
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
-
-
-def _run_steps(decoder: Decoder, given_NB1: Tensor) -> None:
-    for token_B1 in given_NB1:
-        decoder.step(token_B1).argmax(-1)
 
 
 def _synchronize(device: torch.device) -> None:

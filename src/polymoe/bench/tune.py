@@ -125,9 +125,10 @@ class Tune:
         progress("reference")
         counts = sorted({t for _, t in todo})
         first = [compared_call(_draw(problem, self.device, t)) for t in counts]
+        configs = [c for w, t in todo for c in w.backend.tuning_configs(problem, self.machine, t)]
         expected = {
             mode: dict(zip(counts, reference_results(self.workload, mode, first, progress), strict=True))
-            for mode in dict.fromkeys((problem.activations, *self._kept(todo)))
+            for mode in dict.fromkeys((problem.activations, *(inputs_of(problem, c) for c in configs)))
         }
         packed: Packed | None = None
         before: dict[str, Config] = {}
@@ -153,12 +154,6 @@ class Tune:
                 if aside := add(self.file, [outcome.row]):
                     self.say(f"{self.file} was not a table of measured times: kept as {aside}")
             yield outcome
-
-    def _kept(self, todo: Sequence[tuple[Work, int]]) -> list[ActivationQuantization]:
-        """How inputs are rounded by configurations that may be tried, where that is not as the problem says."""
-        problem, machine = self.workload.problem, self.machine
-        configs = [c for w, t in todo for c in w.backend.tuning_configs(problem, machine, t)]
-        return [mode for mode in (inputs_of(problem, c) for c in configs) if mode != problem.activations]
 
     def _work(self, backend: Backend) -> Work:
         problem, machine = self.workload.problem, self.machine

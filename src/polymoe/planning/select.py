@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from polymoe.backends.base import Backend, BackendBase, Prediction, inputs_of, layouts_for
 from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
-from polymoe.backends.judge import failed, judge
+from polymoe.backends.features import failed, judge
 from polymoe.checkpoint import Checkpoint
 from polymoe.common.plugins import PluginError, guarded
 from polymoe.errors import ArgumentError, nearest

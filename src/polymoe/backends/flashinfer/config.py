@@ -30,7 +30,5 @@ class FlashInferConfig(Config):
         return self.route.endswith("_w4a16")
 
     def __str__(self) -> str:
-        return ", ".join([self.route, *(f"{name} {tactic}" for name, tactic in self._tactics() if tactic)])
-
-    def _tactics(self) -> tuple[tuple[str, str], ...]:
-        return ("up", self.up), ("down", self.down)
+        tactics = (("up", self.up), ("down", self.down))
+        return ", ".join([self.route, *(f"{name} {tactic}" for name, tactic in tactics if tactic)])
