@@ -122,17 +122,16 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
 def _print(rows: list[BenchRow], title: str) -> None:
     measured = sorted(((r.record, r) for r in rows if r.record is not None), key=lambda pair: pair[0].tokens)
     if measured:
-        with_energy = ["tokens/J"] if any(row.tokens_per_joule is not None for row in rows) else []
         columns = ("tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by")
         lines = [
             (
                 r.tokens, row.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
                 f"{r.floor_us:.1f} us", f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
-                *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
+                None if row.tokens_per_joule is None else f"{row.tokens_per_joule:.2f}",
             )
             for r, row in measured
         ]  # fmt: skip
-        print_table((*columns, *with_energy), lines, title)
+        print_table((*columns, "tokens/J"), lines, title)
     else:
         console().print(title)
     for row in rows:

@@ -149,17 +149,15 @@ def _print_hits(offload: Offload) -> None:
 def _print_times(explanation: Explanation) -> None:
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
-    rest = ("all other weights", "total, at least", "tokens/s, at most") if known else ()
     title = "predicted time of a call" + (": experts, and a lower bound of the rest" if known else "")
     rows = []
     for time in explanation.times:
-        row = [str(time.tokens), format_us(time.experts_us)]
+        rest: tuple[str | None, ...] = ("prefill: not predicted" if known else None,) * 3
         if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
-            row += [format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))]
-        elif known:
-            row += ["prefill: not predicted"] * len(rest)
-        rows.append(row)
-    print_table(("tokens", f"experts of {layers} layers", *rest), rows, title)
+            rest = format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))
+        rows.append((time.tokens, format_us(time.experts_us), *rest))
+    columns = ("tokens", f"experts of {layers} layers", "all other weights", "total, at least", "tokens/s, at most")
+    print_table(columns, rows, title)
 
 
 def _print_ranges(row: Row) -> None:
@@ -167,19 +165,19 @@ def _print_ranges(row: Row) -> None:
 
     title = f"layers {format_ranges(row.layers)}: plan, with layout {row.selection.require().layout}"
     ranges = row.selection.ranges()
-    families = [found.step.config.kernel_family for found in ranges]
-    kernels = ("kernels",) if any(families) else ()
-    proofs = ("kernels were",) if any(found.proven for found in ranges) else ()  # a CPU's all passed the tests
+    one_kind = "of one kind" if any(found.step.config.kernel_family for found in ranges) else None
     rows = []
-    for found, family in zip(ranges, families, strict=True):
-        inputs = inputs_of(row.problem, found.step.config)
+    for found in ranges:
+        config = found.step.config
+        inputs = inputs_of(row.problem, config)
         kept = row.problem.activations.quantized and not inputs.quantized
         fast = ", fast accumulation" if inputs.fast_accumulation else ""
         backend = found.step.backend + (", 16-bit inputs" if kept else fast)
-        named = (family or "of one kind",) if kernels else ()
-        proven = (found.proven,) if proofs else ()
-        rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, *proven))
-    print_table(("tokens", "backend", *kernels, "time of one layer", "floor", "time is", *proofs), rows, title)
+        proven = found.proven or None  # a CPU's all passed the tests
+        times = found.time, found.floor, found.source
+        rows.append((found.tokens, backend, config.kernel_family or one_kind, *times, proven))
+    columns = ("tokens", "backend", "kernels", "time of one layer", "floor", "time is", "kernels were")
+    print_table(columns, rows, title)
 
 
 def _print_candidates(row: Row) -> None:
@@ -188,12 +186,12 @@ def _print_candidates(row: Row) -> None:
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
-    on_gpu, rows = selection.machine.device.kind == "cuda", []
+    device, rows = selection.machine.device, []
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
         ratios = [p.time_us / selection.floor_us(tokens) for tokens, p in c.predictions]
-        proven = (c.proven(selection.machine.device) or "refused",) if on_gpu else ()
-        rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "refused", *proven))
-    columns = ("backend", "verdict", "time / floor", *(("kernels were",) if on_gpu else ()))
+        proven = (c.proven(device) or "refused") if device.kind == "cuda" else None
+        rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "refused", proven))
+    columns = ("backend", "verdict", "time / floor", "kernels were")
     print_table(columns, rows, f"layers {format_ranges(row.layers)}: {what}")

@@ -35,7 +35,7 @@ def console() -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-    """Print a table of values on stdout, each as text; of None, an empty cell.
+    """Print a table of values on stdout, each as text; of None, an empty cell. Columns without any value are left out.
 
     Nothing is cut: where a terminal is too narrow for it, lines between columns are left out, and where it still is,
     words are broken.
@@ -46,10 +46,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     from rich.text import Text
 
     out, table = console(), Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    rows = list(rows)
+    shown = [i for i in range(len(columns)) if not rows or any(row[i] is not None for row in rows)]
+    for i in shown:
+        table.add_column(columns[i], overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else cell if isinstance(cell, Text) else str(cell) for cell in row))
+        cells = ("" if row[i] is None else row[i] for i in shown)
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in cells))
     if Measurement.get(out, out.options.update(width=10_000), table).minimum > out.width:
         table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
     out.print(table)

@@ -68,9 +68,7 @@ def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, outp
         if isinstance(found, dict)
     ]  # fmt: skip
     columns = ("layer", "projection", "relative error", "worst expert", "its error", "weighted error")
-    kept = slice(None) if written.calibrate else slice(-1)
-    title = f"{written.out}: {report['format']}, {report['dialect']}"
-    print_table(columns[kept], [row[kept] for row in rows], title)
+    print_table(columns, rows, f"{written.out}: {report['format']}, {report['dialect']}")
     if texts := report.get("calibration"):
         without = sum(row["experts_without_tokens"] for row in report["layers"])
         say(f"{texts['tokens']} tokens in {texts['texts']} texts; {without} experts were given too few of them")
