@@ -6,7 +6,7 @@ Only experts that receive tokens are dequantized.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -35,6 +35,17 @@ if TYPE_CHECKING:
 _DEQUANTIZED_BYTES = 24
 
 
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": get_args(Activation),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),
+    "scales": ANY,
+    "spec.bias": ANY,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Reference(BackendBase):
     """Runs every format on any device, slowly. Calls cannot be captured in CUDA graphs, because the host reads which
@@ -42,15 +53,7 @@ class Reference(BackendBase):
 
     name: str = "reference"
     layouts: tuple[str, ...] = ("natural",)
-    handles: ClassVar[Handled] = {
-        **SHARDS,
-        "activation": get_args(Activation),
-        "weight_on": ("output", "input"),
-        "dtype": ("bf16", "fp16", "fp32"),
-        "activations": tuple(mode for mode in ACTIVATIONS.values() if not mode.fast_accumulation),
-        "scales": ANY,
-        "spec.bias": ANY,
-    }
+    handles = _HANDLES
     """Everything but batch-invariant results: torch's order of summation depends on the number of rows."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:

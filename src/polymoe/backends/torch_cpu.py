@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -30,20 +30,23 @@ _FREE_SHARE = 0.9
 """Most of the free memory that layers may take. The rest is for everything that grows while the model runs."""
 
 
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": get_args(Activation),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "scales": ANY,
+    "spec.bias": ANY,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Torch(BackendBase):
     """Runs every format on a CPU with enough memory for the packed experts and a float32 copy of them."""
 
     name: str = "torch"
     layouts: tuple[str, ...] = (_LAYOUT,)
-    handles: ClassVar[Handled] = {
-        **SHARDS,
-        "activation": get_args(Activation),
-        "weight_on": ("output", "input"),
-        "dtype": ("bf16", "fp16", "fp32"),
-        "scales": ANY,
-        "spec.bias": ANY,
-    }
+    handles = _HANDLES
     """Everything but quantized inputs, and batch-invariant results: torch's order of summation depends on the number
     of rows."""
 

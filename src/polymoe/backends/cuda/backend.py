@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
@@ -44,6 +43,18 @@ _MODES = tuple(dict.fromkeys(mode for family in KERNEL_FAMILIES.values() for mod
 _FORMATS = tuple(dict.fromkeys(name for family in KERNEL_FAMILIES.values() for name in family.formats))
 
 
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": tuple(ACTIVATION_ARGS),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": _MODES,
+    "scales": ANY,
+    "spec.bias": ANY,
+    "batch_invariant": ANY,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Cuda(BackendBase):
     """Grouped GEMMs on tensor cores.
@@ -60,16 +71,7 @@ class Cuda(BackendBase):
     layouts: tuple[str, ...] = tuple(
         dict.fromkeys(layout for family in KERNEL_FAMILIES.values() for layout in family.layouts)
     )
-    handles: ClassVar[Handled] = {
-        **SHARDS,
-        "activation": tuple(ACTIVATION_ARGS),
-        "weight_on": ("output", "input"),
-        "dtype": ("bf16", "fp16", "fp32"),
-        "activations": _MODES,
-        "scales": ANY,
-        "spec.bias": ANY,
-        "batch_invariant": ANY,
-    }
+    handles = _HANDLES
     """:meth:`check` rejects some combinations."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:

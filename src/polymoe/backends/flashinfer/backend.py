@@ -37,6 +37,14 @@ def _all(attribute: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(each for route in ROUTES.values() for each in getattr(route, attribute)))
 
 
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": _all("functions"),
+    "activations": _all("activations"),
+    "dtype": ("bf16",),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInfer(BackendBase):
     """x and the result are bfloat16."""
@@ -44,12 +52,7 @@ class FlashInfer(BackendBase):
     package: ClassVar[str | None] = PACKAGE
     name: str = "flashinfer"
     layouts: tuple[str, ...] = _all("layouts")
-    handles: ClassVar[Handled] = {
-        **SHARDS,
-        "activation": _all("functions"),
-        "activations": _all("activations"),
-        "dtype": ("bf16",),
-    }
+    handles = _HANDLES
     """:meth:`check` rejects what the problem's own route does not cover."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:

@@ -37,21 +37,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("polymoe")
 
 
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": (SwiGLU, GeGLU, ReLU2),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(m for m in ACTIVATIONS.values() if m.element != "e2m1" and not m.fast_accumulation),
+    "scales": ANY,
+    "spec.bias": ANY,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Triton(BackendBase):
     """Grouped GEMMs with A and B swapped: weights are the left operand. Calls can be captured in CUDA graphs."""
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
-    handles: ClassVar[Handled] = {
-        **SHARDS,
-        "activation": (SwiGLU, GeGLU, ReLU2),
-        "weight_on": ("output", "input"),
-        "dtype": ("bf16", "fp16", "fp32"),
-        "activations": tuple(m for m in ACTIVATIONS.values() if m.element != "e2m1" and not m.fast_accumulation),
-        "scales": ANY,
-        "spec.bias": ANY,
-    }
+    handles = _HANDLES
     """:meth:`check` rejects some combinations."""
     compiler: ClassVar[str | None] = "triton"
     fitting: dict[tuple[Problem, Config], TritonConfig] = field(default_factory=dict, compare=False, repr=False)
