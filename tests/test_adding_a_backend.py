@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.base import UNTIMED, Backend
-from polymoe.backends.features import judge
+from polymoe.backends.base import UNTIMED, Backend, judge
 from polymoe.bench.cases import CASES
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.runtime import PlanRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.features import judge
+from polymoe.backends.base import judge
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.backends.triton.tiles import smaller
 from polymoe.bench.cases import CASES

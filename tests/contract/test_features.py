@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from polymoe.backends import BACKENDS
-from polymoe.backends.base import Backend
-from polymoe.backends.features import judge, unhandled
+from polymoe.backends.base import Backend, judge
+from polymoe.backends.features import unhandled
 from polymoe.backends.reference import run_experts
 from polymoe.formats import FORMATS
 from polymoe.layer.experts import FusedExperts

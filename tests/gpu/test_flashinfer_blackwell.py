@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polymoe.backends.base import inputs_of
-from polymoe.backends.features import judge
+from polymoe.backends.base import inputs_of, judge
 from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from polymoe.backends.config import Config
-from polymoe.backends.features import Handled
+from polymoe.backends.features import Handled, unhandled
+from polymoe.common.plugins import PluginError, from_plugin, guarded
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.problem.verdict import Verdict
+from polymoe.problem.verdict import Accepted, Reason, Rejected, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,3 +232,29 @@ def inputs_of(problem: Problem, config: Config | None) -> ActivationQuantization
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:
     """Return the layouts that serve the problem: all of the backend's, unless the verdict names some."""
     return backend.layouts if verdict.layouts is None else verdict.layouts
+
+
+def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
+    """Return the backend's verdict, or a rejection if the problem has features that the backend does not declare.
+
+    Backends that other packages register count as foreign; an exception of theirs is a rejection too.
+    """
+    try:
+        with guarded(backend):
+            verdict = backend.check(problem, machine)
+            if not isinstance(verdict, (Accepted, Rejected)):
+                raise TypeError(f"check returned {verdict!r}, not a verdict")
+            undeclared = unhandled(backend.handles, problem)
+    except PluginError as error:
+        return Rejected((failed(error),))
+    if isinstance(verdict, Accepted) and from_plugin(backend):
+        verdict = replace(verdict, foreign=True)
+    reasons = verdict.reasons if isinstance(verdict, Rejected) else ()
+    said = {reason.what for reason in reasons}
+    more = tuple(reason for reason in undeclared if reason.what not in said)
+    return Rejected(more + reasons, verdict.layouts) if more else verdict
+
+
+def failed(error: PluginError) -> Reason:
+    """The reason against a backend or layout of another package that raised an exception."""
+    return Reason("plug-in", "an answer", str(error))

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from polymoe.backends.base import Backend, BackendBase, Prediction, inputs_of, layouts_for
+from polymoe.backends.base import Backend, BackendBase, Prediction, failed, inputs_of, judge, layouts_for
 from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
-from polymoe.backends.features import failed, judge
 from polymoe.checkpoint import Checkpoint
 from polymoe.common.plugins import PluginError, guarded
 from polymoe.errors import ArgumentError, nearest
