@@ -5,28 +5,21 @@ Everything is a view of mapped files, so an expert costs memory only where its d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
-from polymoe.checkpoint.arrangement import Arrangement, Fused, PerExpert
+from polymoe.checkpoint.arrangement import BIAS, Arrangement, Fused, part_shape
 from polymoe.checkpoint.config import QuantizationConfig
-from polymoe.checkpoint.dialects import DIALECTS, Dialect, choose, require
-from polymoe.checkpoint.expert_tensors import (
-    check_bias,
-    describe_header,
-    expert_header,
-    expert_tensor,
-    full_names,
-    present_tensors,
-)
+from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
+from polymoe.checkpoint.dialects.base import expect
 from polymoe.checkpoint.families import ModelFamily, MoeConfig
 from polymoe.checkpoint.files import CheckpointFiles, Header
-from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
 from polymoe.checkpoint.scheme import Scheme
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
@@ -35,6 +28,8 @@ from polymoe.problem.tensors import Expert, ExpertsSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_ALL_SUFFIXES = (*SUFFIXES, BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +88,33 @@ class StoredLayer:
     bias: bool
 
     @classmethod
+    def _configured(
+        cls, container: str, arrangement: Arrangement, moe: MoeConfig, quantization: QuantizationConfig
+    ) -> StoredLayer:
+        parts = {}
+        for part in arrangement.parts(gated=moe.gated):
+            scheme = quantization.scheme(arrangement.module(container, part, 0))
+            shape = part_shape(part, moe.hidden, moe.intermediate, gated=moe.gated)
+            parts[part] = Part(part, shape, DIALECTS[scheme.dialect], scheme.encoding, scheme)
+        return cls(container, arrangement, moe, parts, moe.bias)
+
+    @classmethod
     def described(
         cls, family: ModelFamily, moe: MoeConfig, quantization: QuantizationConfig, layer: int
     ) -> StoredLayer:
         """Describe a layer from the config alone."""
-        found: dict[str, Part] = {}
-        first = family.places[0][0]
         # Without tensors nothing says which container is used; a row's first one is the usual one of all arrangements.
+        first, dialects = family.places[0][0], set[str]()
         places = [(c, a) for c, a in family.places if c == first] if family.containers else family.places
         for template, arrangement in places:
-            container = template.format(layer=layer)
-            found = {
-                part: _configured(container, arrangement, moe, quantization, part)
-                for part in parts(arrangement, gated=moe.gated)
-            }
-            if all(_admits(arrangement, p.dialect.name) for p in found.values()):
-                return cls(container, arrangement, moe, found, moe.bias)
-        dialects = sorted({p.dialect.name for p in found.values()})
+            found = cls._configured(template.format(layer=layer), arrangement, moe, quantization)
+            dialects = {part.dialect.name for part in found.parts.values()}
+            if all(_admits(arrangement, dialect) for dialect in dialects):
+                return found
         raise CheckpointError(
             f"config.json: {family.name} experts of layer {layer}",
             expected="a quantization that this model family is stored in",
-            got=", ".join(dialects),
+            got=", ".join(sorted(dialects)),
         )
 
     @classmethod
@@ -130,14 +131,14 @@ class StoredLayer:
         tried = []
         for template, arrangement in family.places:
             container = template.format(layer=layer)
-            names = parts(arrangement, gated=moe.gated)
-            tried.append(tensor_name(container, arrangement, names[0], 0, "*"))
-            if not any(present_tensors(files, container, arrangement, part, 0) for part in names):
+            names = arrangement.parts(gated=moe.gated)
+            tried.append(arrangement.tensor(container, names[0], 0, "*"))
+            if not any(arrangement.tensor(container, part, 0, s) in files for part in names for s in _ALL_SUFFIXES):
                 continue
             try:
-                return cls._fit(files, container, arrangement, moe, quantization)
+                return cls._configured(container, arrangement, moe, quantization)._fitted(files)
             except (CheckpointError, FormatError) as error:
-                scheme = quantization.scheme(module_name(container, arrangement, names[-1], 0))
+                scheme = quantization.scheme(arrangement.module(container, names[-1], 0))
                 failures.append((not _admits(arrangement, scheme.dialect), error))
         if failures:
             raise min(failures, key=lambda f: f[0])[1]
@@ -148,39 +149,52 @@ class StoredLayer:
             hint="the files may hold other layers only" if files.has_tensors else "name a directory that holds tensors",
         )
 
-    @classmethod
-    def _fit(
-        cls,
-        files: CheckpointFiles,
-        container: str,
-        arrangement: Arrangement,
-        moe: MoeConfig,
-        quantization: QuantizationConfig,
-    ) -> StoredLayer:
+    def _fitted(self, files: CheckpointFiles) -> StoredLayer:
+        """Return the layer as the tensors of its first expert say."""
         found, biases = {}, {}
-        for part in parts(arrangement, gated=moe.gated):
-            plan = _configured(container, arrangement, moe, quantization, part)
-            names = present_tensors(files, container, arrangement, part, 0)
-            biases[part] = BIAS in names
-            headers = {s: expert_header(files, n, arrangement, moe) for s, n in names.items()}
-            with full_names(partial(tensor_name, container, arrangement, part, 0)):
-                check_bias(headers, plan.shape, BIAS in headers)
+        for name, part in self.parts.items():
+            headers = self._headers(files, name, 0, _ALL_SUFFIXES)
+            biases[name] = BIAS in headers
+            with self._full_names(name):
+                _check_bias(headers, part.shape, biases[name])
                 headers.pop(BIAS, None)
-                allowed = getattr(arrangement, "dialects", None)
-                dialect, encoding = choose(headers, plan.shape, plan.scheme.dialect, plan.encoding, allowed)
+                allowed = self.arrangement.dialects
+                dialect, encoding = choose(headers, part.shape, part.scheme.dialect, part.encoding, allowed)
             calibrated = "input_scale" in headers and all(
-                tensor_name(container, arrangement, part, e, "input_scale") in files for e in range(moe.experts)
+                self.tensor(name, e, "input_scale") in files for e in range(self.moe.experts)
             )
-            found[part] = replace(plan, dialect=dialect, encoding=encoding, calibrated=calibrated)
-        if any(biases.values()) or moe.bias:
-            for part, there in biases.items():
-                if not there:
-                    raise CheckpointError(
-                        tensor_name(container, arrangement, part, 0, BIAS),
-                        expected="this bias, as the model or its other projections have one",
-                        got="no such tensor",
-                    )
-        return cls(container, arrangement, moe, found, any(biases.values()))
+            found[name] = replace(part, dialect=dialect, encoding=encoding, calibrated=calibrated)
+        lacking = [name for name, there in biases.items() if not there]
+        if lacking and (len(lacking) < len(biases) or self.bias):
+            raise CheckpointError(
+                self.tensor(lacking[0], 0, BIAS),
+                expected="this bias, as the model or its other projections have one",
+                got="no such tensor",
+            )
+        return replace(self, parts=found, bias=not lacking)
+
+    def tensor(self, part: str, expert: int, suffix: str) -> str:
+        """Return the name of a tensor."""
+        return self.arrangement.tensor(self.container, part, expert, suffix)
+
+    def names(self, files: CheckpointFiles, expert: int) -> Iterator[tuple[str, str, str]]:
+        """Yield ``(tensor name, part, suffix)`` of what is stored for an expert; stacked tensors hold all experts."""
+        for part in self.parts.values():
+            for suffix in (*part.dialect.suffixes, BIAS):
+                if (name := self.tensor(part.name, expert, suffix)) in files:
+                    yield name, part.name, suffix
+
+    @contextmanager
+    def _full_names(self, part: str, expert: int = 0, index: str = "") -> Iterator[None]:
+        """Name the tensor in the errors of a dialect, which have its suffix; or the module before what they name."""
+        try:
+            yield
+        except (CheckpointError, FormatError) as error:
+            if error.where in _ALL_SUFFIXES:
+                error.where = self.tensor(part, expert, error.where) + index
+            elif isinstance(error, FormatError):
+                error.where = f"{self.arrangement.module(self.container, part, expert)}: {error.where}"
+            raise
 
     def spec(self) -> ExpertsSpec:
         """Sizes and encodings of the whole layer."""
@@ -211,11 +225,10 @@ class StoredLayer:
             CheckpointError: for the first tensor that is missing; it is named.
         """
         for expert, part in self._stored_apart(experts):
-            name = partial(tensor_name, self.container, self.arrangement, part.name, expert)
-            if not all(name(suffix) in files for suffix in part.dialect.required):
-                found = present_tensors(files, self.container, self.arrangement, part.name, expert)
-                with full_names(name):
-                    require(part.dialect, list(found))
+            if not all(self.tensor(part.name, expert, suffix) in files for suffix in part.dialect.required):
+                found = [s for s in _ALL_SUFFIXES if self.tensor(part.name, expert, s) in files]
+                with self._full_names(part.name, expert):
+                    require(part.dialect, found)
 
     def check_experts(self, files: CheckpointFiles, experts: Iterable[int]) -> None:
         """Check from their headers that these experts are stored as the first one, which :meth:`find` has examined;
@@ -225,13 +238,14 @@ class StoredLayer:
             CheckpointError: for the first tensor that is missing.
             FormatError: for the first one with another dtype or shape.
         """
-        firsts = {part.name: self._headers(files, part, 0) for _, part in self._stored_apart([0])}
+        suffixes = {part.name: (*part.dialect.suffixes, BIAS) for part in self.parts.values()}
+        firsts = {name: self._headers(files, name, 0, suffixes[name]) for name in self.parts}
         for expert, part in self._stored_apart(experts):
-            headers, first = self._headers(files, part, expert), firsts[part.name]
+            headers, first = self._headers(files, part.name, expert, suffixes[part.name]), firsts[part.name]
             if headers != first:
-                with full_names(partial(tensor_name, self.container, self.arrangement, part.name, expert)):
+                with self._full_names(part.name, expert):
                     require(part.dialect, headers)
-                    check_bias(headers, part.shape, self.bias)
+                    _check_bias(headers, part.shape, self.bias)
                     self._check_alike(part, headers, first)
 
     def _check_alike(self, part: Part, headers: Mapping[str, Header], first: Mapping[str, Header]) -> None:
@@ -245,19 +259,40 @@ class StoredLayer:
                 raise
         suffix = different[0]
         kind = FormatError if suffix in headers else CheckpointError
-        expected = f"{describe_header(first.get(suffix))}, as in the first expert"
-        raise kind(suffix, expected=expected, got=describe_header(headers.get(suffix)))
+        expected = f"{_describe(first.get(suffix))}, as in the first expert"
+        raise kind(suffix, expected=expected, got=_describe(headers.get(suffix)))
 
     def _stored_apart(self, experts: Iterable[int]) -> Iterator[tuple[int, Part]]:
         """Yield the parts of experts with tensors of their own; of stacked experts :meth:`find` has seen everything."""
-        if isinstance(self.arrangement, PerExpert):
+        if not self.arrangement.stacked:
             yield from product(experts, self.parts.values())
 
-    def _headers(self, files: CheckpointFiles, part: Part, expert: int) -> dict[str, Header]:
-        """Return the headers of the existing tensors of one expert's part, by suffix."""
-        suffixes = (*part.dialect.suffixes, BIAS)
-        names = {s: tensor_name(self.container, self.arrangement, part.name, expert, s) for s in suffixes}
-        return {suffix: files.header(name) for suffix, name in names.items() if name in files}
+    def _headers(self, files: CheckpointFiles, part: str, expert: int, suffixes: Iterable[str]) -> dict[str, Header]:
+        """Return the headers of one expert's existing tensors by suffix, as :meth:`_stored` returns the tensors."""
+        found = {}
+        for suffix in suffixes:
+            if (name := self.tensor(part, expert, suffix)) in files:
+                header = found[suffix] = files.header(name)
+                if isinstance(self.arrangement, Fused):
+                    shape = header.shape[1:] if self._is_stacked(name, header) else header.shape
+                    if self.arrangement.k_first and len(shape) >= 2:
+                        shape = (*shape[:-2], shape[-1], shape[-2])
+                    found[suffix] = Header(header.dtype, shape)
+        return found
+
+    def _stored(self, files: CheckpointFiles, part: str, expert: int, suffix: str) -> Tensor:
+        """Return one expert's tensor in natural order; a single number is shared by all experts."""
+        name = self.tensor(part, expert, suffix)
+        stacked = self.arrangement.stacked and self._is_stacked(name, files.header(name))
+        return self.arrangement.turned(files.get(name, expert if stacked else None))
+
+    def _is_stacked(self, name: str, header: Header) -> bool:
+        if math.prod(header.shape) == 1 and len(header.shape) <= 1:
+            return False
+        if header.shape[0] != self.moe.experts:
+            expected = f"{self.moe.experts} experts along the first axis"
+            raise FormatError(name, expected=expected, got=f"shape {list(header.shape)}")
+        return True
 
     def read(self, files: CheckpointFiles, expert: int, *, check: bool = True) -> Expert:
         """Read one expert; checks the dtype and shape of every tensor, and with ``check`` its numbers: see
@@ -285,28 +320,38 @@ class StoredLayer:
         )
 
     def _read_part(self, files: CheckpointFiles, part: Part, expert: int, check: bool) -> _Piece:
-        def name(suffix: str) -> str:
-            return tensor_name(self.container, self.arrangement, part.name, expert, suffix)
-
-        suffixes = [s for s in part.dialect.suffixes if name(s) in files]
-        module = module_name(self.container, self.arrangement, part.name, expert)
-        with full_names(name, module, expert if isinstance(self.arrangement, Fused) else None):
+        suffixes = [s for s in part.dialect.suffixes if self.tensor(part.name, expert, s) in files]
+        with self._full_names(part.name, expert, f"[{expert}]" if self.arrangement.stacked else ""):
             require(part.dialect, suffixes)
-            tensors = {s: expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
+            tensors = {s: self._stored(files, part.name, expert, s) for s in suffixes}
             matrix = part.dialect.read(tensors, part.shape, part.encoding)
             input_scale = part.dialect.input_scale(tensors)
         if not self.bias:
             return _Piece(matrix, input_scale)
-        bias = expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
+        bias = self._stored(files, part.name, expert, BIAS)
         if check and not bool(torch.isfinite(bias).all()):
-            raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
+            raise FormatError(self.tensor(part.name, expert, BIAS), expected="finite numbers", got="NaN or infinity")
         return _Piece(matrix, input_scale, bias)
+
+    def rewritten(self, files: CheckpointFiles, expert: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield ``(tensor name, as stored, as written again)`` for an expert's matrices in natural order, to check that
+        reading loses no bit.
+
+        Tensors are read to a ``QuantTensor`` and written back by their dialect. Biases are left out, since they are not
+        packed.
+        """
+        for part in self.parts.values():
+            names = {s: n for n, p, s in self.names(files, expert) if p == part.name and s != BIAS}
+            tensors = {s: self._stored(files, part.name, expert, s) for s in names}
+            again = part.dialect.rewrite(part.dialect.read(tensors, part.shape, part.encoding), tensors)
+            for suffix, tensor in tensors.items():
+                yield names[suffix], tensor, again[suffix]
 
     def where(self, projection: str, expert: int) -> str:
         """Return the name of one expert's projection, for messages."""
         part = projection if projection in self.parts else "gate_up"
-        where = module_name(self.container, self.arrangement, part, expert)
-        where += f"[{expert}]" if isinstance(self.arrangement, Fused) else ""
+        where = self.arrangement.module(self.container, part, expert)
+        where += f"[{expert}]" if self.arrangement.stacked else ""
         return where if part == projection else f"{where} {projection}"
 
     def _encoding(self, projection: str) -> Encoding:
@@ -328,14 +373,6 @@ class StoredLayer:
         return isinstance(self.arrangement, Fused) and self.arrangement.order == "interleaved"
 
 
-def _configured(
-    container: str, arrangement: Arrangement, moe: MoeConfig, quantization: QuantizationConfig, part: str
-) -> Part:
-    scheme = quantization.scheme(module_name(container, arrangement, part, 0))
-    shape = part_shape(part, moe.hidden, moe.intermediate, gated=moe.gated)
-    return Part(part, shape, DIALECTS[scheme.dialect], scheme.encoding, scheme)
-
-
 def _admits(arrangement: Arrangement, dialect: str) -> bool:
     return arrangement.dialects is None or dialect in arrangement.dialects
 
@@ -345,3 +382,22 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return torch.maximum(first, second)
+
+
+def _check_bias(headers: Mapping[str, Header], shape: tuple[int, int], expected: bool) -> None:
+    """Check that an ``[N, K]`` matrix has a bias exactly if one is ``expected``: floats [N].
+
+    Raises:
+        CheckpointError: if it is missing, or superfluous.
+        FormatError: for another dtype or shape.
+    """
+    if (BIAS in headers) != expected:
+        words = ("no bias, as the first expert has none", "this bias, as the first expert has one")
+        raise CheckpointError(BIAS, expected=words[expected], got=_describe(headers.get(BIAS)))
+    if expected:
+        expect(headers, BIAS, ("BF16", "F16", "F32"), shape[:1])
+
+
+def _describe(header: Header | None) -> str:
+    """Return dtype and shape of a tensor for a message; None is a missing tensor."""
+    return f"{header.dtype} {list(header.shape)}" if header else "no such tensor"

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polymoe.checkpoint.arrangement import Arrangement, Fused, PerExpert
+from polymoe.checkpoint.arrangement import BIAS, Arrangement, Fused, part_shape
 from polymoe.checkpoint.load import Checkpoint
-from polymoe.checkpoint.naming import BIAS, part_shape, parts, tensor_name
 from polymoe.errors import FormatError
 from polymoe.problem.tensors import ExpertsSpec
 
@@ -39,11 +38,11 @@ class PlainExperts:
     def names(self) -> Iterator[tuple[str, Arrangement, str, int]]:
         """Yield each name with its arrangement, its part (``gate_up_bias`` for a bias) and its expert, 0 if stacked."""
         for container, arrangement in self.places:
-            experts = range(self.whole.experts if isinstance(arrangement, PerExpert) else 1)
-            for part in parts(arrangement, gated=self.whole.gated):
+            experts = range(1 if arrangement.stacked else self.whole.experts)
+            for part in arrangement.parts(gated=self.whole.gated):
                 for suffix, end in (("weight", ""), (BIAS, "_bias"))[: 1 + self.whole.bias]:
                     for e in experts:
-                        yield tensor_name(container, arrangement, part, e, suffix), arrangement, part + end, e
+                        yield arrangement.tensor(container, part, e, suffix), arrangement, part + end, e
 
     def fitting(self, arrangements: Iterable[Fused], part: str, tensor: Tensor, name: str) -> list[Fused]:
         """Return those of ``arrangements`` in which a stacked tensor has the shape of ``tensor``.

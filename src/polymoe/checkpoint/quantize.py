@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.arrangement import Fused
 from polymoe.checkpoint.calibration import LEAST_TOKENS, Calibration, InputSquares
 from polymoe.checkpoint.config import parse_quantization
 from polymoe.checkpoint.dialects import headers_of
@@ -30,7 +29,6 @@ from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.checkpoint.opener import read_bytes
 from polymoe.checkpoint.quantized import quantize_expert
-from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
 from polymoe.common.units import format_bytes
@@ -222,12 +220,12 @@ class _Job:
             (layer, group): part.layer(layer)
             for layer, group, part in sorted((n, i, part) for i, part in enumerate(c.parts) for n in part.layers)
         }
-        self.stacked = any(isinstance(layer.arrangement, Fused) for layer in stored.values())
+        self.stacked = any(layer.arrangement.stacked for layer in stored.values())
         experts = {
             name
             for layer in stored.values()
-            for e in range(1 if isinstance(layer.arrangement, Fused) else layer.moe.experts)
-            for name, _, _ in stored_names(c.files, layer, e)
+            for e in range(1 if layer.arrangement.stacked else layer.moe.experts)
+            for name, _, _ in layer.names(c.files, e)
         }
         others = sorted(c.files.names - experts)
         containers = "|".join({re.escape(layer.container) for layer in stored.values()})
@@ -353,8 +351,7 @@ class _Job:
 
     def _layer(self, shard: Path, layer: int, group: int) -> dict[str, Any]:
         stored, c = self.layers[layer, group], self.checkpoint.parts[group]
-        source, count = c.layer(layer), c.moe.experts
-        fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
+        source, count, stacked = c.layer(layer), c.moe.experts, stored.arrangement.stacked
         report = _Report(layer, group, None if self.calibration is None else self.calibration.layers[layer, group])
 
         def quantized(e: int) -> Expert:
@@ -363,21 +360,17 @@ class _Job:
             encodings = dict.fromkeys(before.projections, FORMATS[self.format].encoding)
             return report.note(e, before, quantize_expert(before, encodings, where, importance=report.importance(e)))
 
-        def tensors(expert: Expert, e: int) -> dict[str, Tensor]:
-            found = dict(expert_tensors(stored, expert, e))
-            return {n: t.mT.contiguous() if fused and fused.k_first and t.dim() > 1 else t for n, t in found.items()}
-
         first = quantized(0)
         sizes: dict[str, tuple[str, list[int], int]] = {}
-        for e in [0] if fused else range(count):
-            found = tensors(first, e)
+        for e in [0] if stacked else range(count):
+            found = dict(expert_tensors(stored, first, e))
             for name, header in headers_of(found).items():
-                shape = [count, *header.shape] if fused else list(header.shape)
-                sizes[name] = header.dtype, shape, found[name].nbytes * (count if fused else 1)
+                shape = [count, *header.shape] if stacked else list(header.shape)
+                sizes[name] = header.dtype, shape, found[name].nbytes * (count if stacked else 1)
         with _ShardFile.create(shard, sizes) as file:
             for e in range(count):
-                for name, t in tensors(first if e == 0 else quantized(e), e).items():
-                    file.write(name, t, e if fused else 0)
+                for name, t in expert_tensors(stored, first if e == 0 else quantized(e), e):
+                    file.write(name, t, e if stacked else 0)
         return {"tensors": list(sizes), "bytes": file.total, "reports": [report.rows()]}
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from polymoe.checkpoint.arrangement import BIAS
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
-from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of
+from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of
 from polymoe.checkpoint.layer import StoredLayer
-from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.formats import Encoding, PerChannel, PerGroup, QuantTensor, format_of
 from polymoe.problem.tensors import Expert, ExpertWeights
@@ -105,11 +105,9 @@ class _Writer:
         for e in range(self.moe.experts):
             expert = weights.expert(e) if isinstance(weights, ExpertWeights) else _quantize(weights, e, stored)
             for name, tensor in expert_tensors(stored, expert, e):
-                if not isinstance(stored.arrangement, Fused):
+                if not stored.arrangement.stacked:
                     yield name, tensor
                     continue
-                if stored.arrangement.k_first and tensor.dim() >= 2:
-                    tensor = tensor.transpose(-1, -2)
                 if name not in stacks:
                     stacks[name] = torch.empty((self.moe.experts, *tensor.shape), dtype=tensor.dtype, device="cpu")
                 stacks[name][e] = tensor
@@ -165,7 +163,7 @@ def expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tupl
         if stored.bias:
             tensors[BIAS] = biases[part]
         for suffix, tensor in tensors.items():
-            yield tensor_name(stored.container, stored.arrangement, part, e, suffix), tensor
+            yield stored.tensor(part, e, suffix), stored.arrangement.turned(tensor)
 
 
 def _merge(matrices: Mapping[str, QuantTensor], stored: StoredLayer, e: int) -> QuantTensor:

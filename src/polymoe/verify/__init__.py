@@ -15,7 +15,6 @@ from polymoe.backends import BACKENDS
 from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.checkpoint import Checkpoint
-from polymoe.checkpoint.roundtrip import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.formats import Encoding
 from polymoe.layer.experts import FusedExperts
@@ -122,7 +121,7 @@ def _verify_bytes(checkpoint: Checkpoint, layer: int, oracles: Iterable[Oracle])
     stored = checkpoint.layer(layer)
     for e in range(weights.spec.experts):
         expert = weights.expert(e)  # first, since its errors name the tensor
-        pairs = list(repacked(checkpoint.files, stored, e))
+        pairs = list(stored.rewritten(checkpoint.files, e))
         same_bytes += all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for _, a, b in pairs)
         numbers = second_expert(checkpoint, layer, e)
         agreed += _same(expert, numbers)

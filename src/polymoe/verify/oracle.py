@@ -9,7 +9,6 @@ import torch
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
-from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
 from polymoe.problem.routing import Routing
@@ -28,7 +27,7 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
     stored = checkpoint.layer(layer)
     fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
     tensors: dict[str, dict[str, RawTensor]] = {}
-    for name, part, suffix in stored_names(checkpoint.files, stored, e):
+    for name, part, suffix in stored.names(checkpoint.files, e):
         raw = read_raw(checkpoint.files.shard_of(name), name)
         if fused and raw.shape[:1] == (stored.moe.experts,):
             raw = raw.item(e)

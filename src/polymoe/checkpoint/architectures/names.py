@@ -29,9 +29,8 @@ from transformers.core_model_loading import (
 
 from polymoe.checkpoint.architectures.experts import ExpertsGroup
 from polymoe.checkpoint.architectures.interface import first_parameter, projections
-from polymoe.checkpoint.arrangement import UNFUSED, UNFUSED_NO_GATE, Arrangement, Fused, PerExpert
+from polymoe.checkpoint.arrangement import BIAS, UNFUSED, UNFUSED_NO_GATE, Arrangement, Fused, PerExpert
 from polymoe.checkpoint.moe_config import MoeConfig
-from polymoe.checkpoint.naming import BIAS, parts, tensor_name
 from polymoe.errors import UnsupportedProblem
 
 Numbers = dict[str, Tensor]
@@ -191,7 +190,7 @@ class _Trial:
         known = self.conversions.known
         module = f"{self.container}.0.down_proj.weight"
         known[module] = True  # with which Transformers adds and removes prefixes
-        found, _ = self.conversions.parameter(tensor_name(container, arrangement, "down", 0, "weight"))
+        found, _ = self.conversions.parameter(arrangement.tensor(container, "down", 0, "weight"))
         del known[module]
         return found
 
@@ -248,13 +247,13 @@ class _Trial:
 def _stored(container: str, arrangement: Arrangement, numbers: Numbers) -> Numbers:
     """Projections and biases as tensors of files."""
     files: Numbers = {}
-    for part in parts(arrangement, gated="gate" in numbers):
+    for part in arrangement.parts(gated="gate" in numbers):
         for suffix, ending in (("weight", ""), (BIAS, f"_{BIAS}")):
             if f"down{ending}" not in numbers:
                 continue
             if isinstance(arrangement, PerExpert):
                 for e, tensor in enumerate(numbers[part + ending]):
-                    files[tensor_name(container, arrangement, part, e, suffix)] = tensor
+                    files[arrangement.tensor(container, part, e, suffix)] = tensor
                 continue
             halves = [numbers[n + ending] for n in ("gate", "up") if n + ending in numbers]
             tensor = numbers[f"down{ending}"] if part == "down" else torch.cat(halves, 1)
@@ -262,5 +261,5 @@ def _stored(container: str, arrangement: Arrangement, numbers: Numbers) -> Numbe
                 tensor = torch.stack(halves, 2).flatten(1, 2)
             if arrangement.k_first and not ending:
                 tensor = tensor.mT
-            files[tensor_name(container, arrangement, part, 0, suffix)] = tensor.contiguous()
+            files[arrangement.tensor(container, part, 0, suffix)] = tensor.contiguous()
     return files
