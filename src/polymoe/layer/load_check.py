@@ -17,7 +17,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.errors import PlanError, VerificationError
 from polymoe.layer.runtime import LayerRuntime, on_device
 from polymoe.layouts import Layout, Packed
-from polymoe.layouts.pack_check import require_input_scales
+from polymoe.layouts.pack_check import require_input_scales, up_to_four
 from polymoe.layouts.staging import INPUT_SCALES
 from polymoe.problem import Problem
 from polymoe.problem.call import TORCH_DTYPES, CallArguments
@@ -43,7 +43,7 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
         VerificationError: naming backend, layer and error.
     """
     spec, device = problem.spec, layer.device
-    local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
+    local = up_to_four(spec.local_experts)
     dtype = TORCH_DTYPES[problem.dtype]
     steps = layer.steps(dtype)
     most = max(step.config.check_tokens for step in steps)

@@ -35,7 +35,6 @@ class DequantizedMatrices:
     name: str = "dequantized"
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
-        """Return no reasons: the layout holds every spec."""
         return ()
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -54,7 +53,6 @@ class DequantizedMatrices:
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """Return the experts as views of the natural tensors."""
         natural = {name: tensor for name, tensor in packed.tensors.items() if not name.startswith(_PREFIX)}
         return Natural().unpack(Packed("natural", packed.spec, natural))
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from polymoe.formats import FORMATS, Encoding, QuantTensor
-from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, move_bits
 from polymoe.layouts.cuda.matrices import MatrixLayout
 from polymoe.problem.verdict import Reasons
@@ -55,11 +54,9 @@ class FlashInferSM90(MatrixLayout):
     group_rows: ClassVar[int] = 1
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason unless it is MXFP4."""
         reasons.need(encoding == _MXFP4, f"{projection} weights", "mxfp4", encoding.name)
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return the bytes of the scales: as many as the checkpoint's."""
         return rows * columns // 32
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -74,13 +71,10 @@ class FlashInferSM90(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return codes and scales of each projection."""
         codes = (_separate_words if self.folded else _separate_nibbles)(parts["codes"])
         scales = (_unfold_scales if self.folded else _unflatten_scales)(parts["scales"])
         split = (x.unflatten(1, (halves, -1)).unbind(1)[::-1] for x in (codes, scales))
-        dtype = SCALE_DTYPES["e8m0"]
-        parts_of = zip(*split, strict=True)
-        return [{"codes": c.flatten(0, 1), "scales": s.flatten(0, 1).view(dtype)} for c, s in parts_of]
+        return [{"codes": c.flatten(0, 1), "scales": s.flatten(0, 1)} for c, s in zip(*split, strict=True)]
 
 
 def _bytes(scales: Tensor | None) -> Tensor:

@@ -53,14 +53,12 @@ class _Blackwell(MatrixLayout):
         return FORMATS[self.format].encoding
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason unless it is the layout's."""
         scales, own = encoding.scale_dtype or "none", self.encoding
         # The same name may stand for other scales.
         got = encoding.name if encoding.name != own.name else f"{encoding.name} with scales {scales}"
         reasons.need(encoding == own, f"{projection} weights", own.name, got)
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return the bytes of the scales: as many as the checkpoint's."""
         return rows * columns // encoding.group_columns * SCALE_DTYPES.itemsize(encoding.scale_dtype or "")
 
 
@@ -91,13 +89,11 @@ class FlashInferTrtllm(_Blackwell):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return codes and scales of each projection."""
         codes = parts["codes"]
         if self.format == "int4_g32":
             codes = codes.transpose(1, 2).flatten(2) ^ _SIGN_BITS
         both = (_apart(_straighten(x), halves) for x in (codes, _unswizzle(parts["scales"])))
-        dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        return [{"codes": c, "scales": s.view(dtype)} for c, s in zip(*both, strict=True)]
+        return [{"codes": c, "scales": s} for c, s in zip(*both, strict=True)]
 
     def derive(self, spec: ExpertsSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the scales of NVFP4 inputs: ``kernel.x_scale`` [1], which multiplies x before it is rounded; and for
@@ -136,13 +132,11 @@ class FlashInferSM12x(_Blackwell):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return codes and scales of each projection."""
         both = (
             [half.flatten(0, 1) for half in x.unflatten(1, (halves, -1)).unbind(1)]
             for x in (parts["codes"], _unswizzle(parts["scales"]))
         )
-        dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        return [{"codes": c, "scales": s.view(dtype)} for c, s in zip(*both, strict=True)]
+        return [{"codes": c, "scales": s} for c, s in zip(*both, strict=True)]
 
     def derive(self, spec: ExpertsSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the scales of NVFP4 inputs, ``kernel.x_scale`` and ``kernel.h_scale`` [1], which multiply x and h

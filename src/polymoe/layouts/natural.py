@@ -28,7 +28,6 @@ class Natural:
     name: str = "natural"
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
-        """Return no reasons: the layout holds every spec."""
         return ()
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -46,7 +45,6 @@ class Natural:
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """Return the experts as views of the packed tensors."""
 
         def stacked(first: int, last: int) -> dict[str, Tensor]:
             return {name: tensor[first:last] for name, tensor in packed.tensors.items()}

@@ -73,7 +73,12 @@ def compared_experts(count: int) -> Collection[int]:
     chosen = os.environ.get("POLYMOE_CHECK", "every")
     if chosen not in ("every", "sample"):
         raise ArgumentError("POLYMOE_CHECK", expected="every or sample", got=quoted(chosen))
-    return range(count) if chosen == "every" else sorted({round(i * (count - 1) / 3) for i in range(4)})
+    return range(count) if chosen == "every" else up_to_four(count)
+
+
+def up_to_four(count: int) -> list[int]:
+    """Return the first and the last of ``count`` experts, and two between them if there are more."""
+    return sorted({round(i * (count - 1) / 3) for i in range(4)})
 
 
 def require_input_scales(weights: ExpertWeights, where: str) -> None:

@@ -313,15 +313,21 @@ def pack_stacks(
     return stacks
 
 
-def unchanged_parts(expert: Expert) -> dict[str, Tensor]:
+def unchanged(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what layouts leave as it is: global scales, biases and input scales, by the names of
     :meth:`Expert.parts`."""
-    return unchanged(expert.parts())
+    return {name: t for name, t in parts.items() if name.endswith(".global_scale") or "." not in name}
 
 
-def unchanged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of packed tensors that :func:`unchanged_parts` gave."""
-    return {name: t for name, t in tensors.items() if name.endswith(".global_scale") or "." not in name}
+def projections_of(spec: ExpertsSpec, parts: Mapping[str, Tensor]) -> dict[str, QuantTensor]:
+    """Return the matrices, or stacks of them, whose parts have the names of :meth:`Expert.parts`."""
+    return {
+        projection: QuantTensor(
+            encoding=encoding,
+            **{name.partition(".")[2]: part for name, part in parts.items() if name.startswith(f"{projection}.")},
+        )
+        for projection, encoding in spec.encodings.items()
+    }
 
 
 def _store(
@@ -364,12 +370,5 @@ def expert_of(spec: ExpertsSpec, parts: Mapping[str, Tensor], e: int) -> Expert:
     Input scales that :func:`store` filled with NaN are left out.
     """
     mine = {name: part[e] for name, part in parts.items()}
-    projections = {
-        projection: QuantTensor(
-            encoding=encoding,
-            **{name.partition(".")[2]: part for name, part in mine.items() if name.startswith(f"{projection}.")},
-        )
-        for projection, encoding in spec.encodings.items()
-    }
     vectors = {n: t for n, t in mine.items() if "." not in n and not (n in INPUT_SCALES and t.isnan())}
-    return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
+    return Expert(**{"gate": None, **projections_of(spec, mine), **vectors})  # type: ignore[arg-type]

@@ -7,17 +7,17 @@ g and g + 8 of an MMA's accumulator, so that it has both inputs of the activatio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.base import Packed, need_one_encoding
-from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, unchanged, unchanged_parts, wide
+from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, projections_of, unchanged, wide
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
@@ -36,16 +36,14 @@ class ScaleLimit:
     Attributes:
         most: the largest value that is accepted.
         expected: the accepted range in words.
-        got: a template for the value found: ``{byte}``, ``{exponent}`` (the byte less 127) or ``{step}``.
+        got: the value found in words.
+        decodes: whether the kernels decode scales in a range.
     """
 
     most: int
     expected: str
-    got: str
-
-    def describe(self, value: int) -> str:
-        """Return :attr:`got` with the value filled in."""
-        return self.got.format(byte=value, exponent=value - 127, step=value)
+    got: Callable[[int], str]
+    decodes: Callable[[ScaleRange], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class MatrixLayout(ABC):
 
         Returns:
             For each projection the natural codes, scales and zero points, as far as there are any, with the rows of the
-            experts behind each other.
+            experts behind each other; codes and scales in their dtypes or as bytes.
         """
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
@@ -119,10 +117,6 @@ class MatrixLayout(ABC):
         begin with ``kernel.``."""
         return {}
 
-    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Return whether the kernels decode scales in this range."""
-        return True
-
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         """Return every reason why such experts cannot be packed; an empty tuple if they can."""
         reasons = Reasons()
@@ -135,7 +129,7 @@ class MatrixLayout(ABC):
         for encoding in dict.fromkeys(spec.encodings.values()):
             limit = self.scale_limit(encoding)
             if limit is not None and scales is not None:
-                reasons.need(self.decodes(encoding, scales), "scales", limit.expected, scales)
+                reasons.need(limit.decodes(scales), "scales", limit.expected, scales)
         return tuple(reasons.found)
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -159,31 +153,22 @@ class MatrixLayout(ABC):
         """
         found = torch.zeros(weights.spec.local_experts, len(_MATRICES), dtype=torch.uint8, device=device)
 
-        def parts(e: int, expert: Expert) -> dict[str, Tensor]:
-            made, projections = unchanged_parts(expert), expert.projections
+        def matrices(at: int | slice, projections: Mapping[str, QuantTensor]) -> dict[str, Tensor]:
+            made = {}
             for i, matrix in enumerate(_MATRICES):
                 packed, largest = self.pack_matrix([projections[name] for name in _halves(weights.spec, matrix)])
                 made |= {f"{matrix}.{name}": part for name, part in packed.items()}
                 if largest is not None:
-                    found[e, i] = largest
+                    found[at, i] = largest
             return made
+
+        def parts(e: int, expert: Expert) -> dict[str, Tensor]:
+            return unchanged(expert.parts()) | matrices(e, expert.projections)
 
         def together(first: int, some: Mapping[str, Tensor]) -> dict[str, Tensor]:
             count = len(next(iter(some.values())))
-            made = dict(unchanged(some))
-            for i, matrix in enumerate(_MATRICES):
-                halves = [
-                    QuantTensor(
-                        encoding=weights.spec.encodings[name],
-                        **{n.partition(".")[2]: part for n, part in some.items() if n.startswith(f"{name}.")},
-                    )
-                    for name in _halves(weights.spec, matrix)
-                ]
-                packed, largest = self.pack_matrix(halves)
-                made |= {f"{matrix}.{name}": part.view(count, -1) for name, part in packed.items()}
-                if largest is not None:
-                    found[first : first + count, i] = largest
-            return made
+            made = matrices(slice(first, first + count), projections_of(weights.spec, some))
+            return unchanged(some) | {name: part.view(count, -1) for name, part in made.items()}
 
         stacks = self.stacks and self._lie_behind_each_other(weights.spec)
         tensors = pack_stacks(weights, device, out, parts, together if stacks else None)
@@ -207,7 +192,7 @@ class MatrixLayout(ABC):
             raise FormatError(
                 f"expert {e} {_MATRICES[i]} scales",
                 expected=limit.expected,
-                got=limit.describe(int(found[e, i])),
+                got=limit.got(int(found[e, i])),
                 hint="name a backend that reads the natural layout",
             )
 
@@ -220,11 +205,14 @@ class MatrixLayout(ABC):
             found = unchanged(some)
             for matrix in _MATRICES:
                 encoding, names = spec.encodings[matrix], _halves(spec, matrix)
+                dtypes = {"codes": CODE_DTYPES[encoding.element], "zero_points": torch.uint8}
+                if encoding.scale_dtype is not None:
+                    dtypes["scales"] = SCALE_DTYPES[encoding.scale_dtype]
                 parts = {name: some[key] for name in _PARTS if (key := f"{matrix}.{name}") in some}
                 halves = self.unpack_matrix(parts, encoding, *_shape(spec, matrix), len(names))
                 for projection, natural in zip(names, halves, strict=True):
                     for name, part in natural.items():
-                        found[f"{projection}.{name}"] = part.unflatten(0, (last - first, -1))
+                        found[f"{projection}.{name}"] = part.view(dtypes[name]).unflatten(0, (last - first, -1))
             return found
 
         return ExpertWeights(
@@ -261,6 +249,25 @@ def exchange_rows(rows: Tensor, inverse: bool = False) -> Tensor:
     return rows.unflatten(0, split).transpose(1, 2).flatten(0, 3)
 
 
+def packed_rows(halves: Sequence[Tensor]) -> Tensor:
+    """Return the rows of gate and up interleaved, or those of one projection exchanged."""
+    return interleave_gate_up(halves) if len(halves) > 1 else exchange_rows(halves[0])
+
+
+def natural_rows(rows: Tensor, halves: int) -> list[Tensor]:
+    """Return the projections: the inverse of :func:`packed_rows`."""
+    return deinterleave_gate_up(rows, halves) if halves > 1 else [exchange_rows(rows, inverse=True)]
+
+
+def apart(codes_HNB: Tensor, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the parts of each projection, from its codes and the interleaved rows of scales and zero points."""
+    split = {name: deinterleave_gate_up(part, len(codes_HNB)) for name, part in rows.items()}
+    return [
+        {"codes": codes, **{name: each[i].contiguous() for name, each in split.items()}}
+        for i, codes in enumerate(codes_HNB)
+    ]
+
+
 def taller(part: Tensor) -> Tensor:
     """Return a matrix [N, K] as it is, and those of n experts [n, N, K] as one of [n * N, K]."""
     return part if part.dim() == 2 else wide(part)[0].flatten(0, 1).view(part.dtype)
@@ -289,17 +296,3 @@ def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
     """Return ``[N, K]`` of a packed matrix. Gate and up are one matrix."""
     rows, columns = spec.matrix_shape(matrix)
     return rows * len(_halves(spec, matrix)), columns
-
-
-def swizzled(blocks: Tensor) -> Tensor:
-    """Return blocks [groups, blocks, rows, 8 pieces, words] with piece p of row r where piece ``p ^ (r % 8)`` was: the
-    PTX ISA's 128-byte swizzle. Rows must be a multiple of 8. The permutation is its own inverse."""
-    row, piece = (index.to(blocks.device) for index in _swizzle())
-    return blocks.unflatten(2, (-1, 8))[:, :, :, row, piece].flatten(2, 3)
-
-
-@cache
-def _swizzle() -> tuple[Tensor, Tensor]:
-    """Return which row and which piece each of 8 rows and 8 pieces has, on the CPU."""
-    row, piece = torch.meshgrid(*(torch.arange(8, device="cpu"),) * 2, indexing="ij")
-    return row, piece ^ row

@@ -12,21 +12,15 @@ both inputs of the activation. Rows of other matrices are permuted by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from polymoe.formats import Encoding, QuantTensor
-from polymoe.formats.elements import CODE_DTYPES
-from polymoe.layouts.cuda.matrices import (
-    MatrixLayout,
-    deinterleave_gate_up,
-    exchange_rows,
-    interleave_gate_up,
-    swizzled,
-)
+from polymoe.layouts.cuda.matrices import MatrixLayout, natural_rows, packed_rows
 from polymoe.problem.verdict import Reasons
 
 if TYPE_CHECKING:
@@ -45,53 +39,67 @@ class W16Swizzle128(MatrixLayout):
     stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason unless elements are bfloat16."""
         reasons.need(encoding.element == "bf16", f"{projection} elements", "bf16", encoding.element)
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return 0: there are no scales."""
         return 0
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the packed weights as ``codes``; nothing is bounded."""
-        rows = [q.codes.flatten(0, -2).view(torch.uint8) for q in halves]
-        rows_NB = interleave_gate_up(rows) if len(rows) > 1 else exchange_rows(rows[0])
-        return {"codes": pack_tiles(rows_NB)}, None
+        rows_NB = packed_rows([q.codes.flatten(0, -2).view(torch.uint8) for q in halves])
+        return {"codes": pack_tiles(rows_NB, _ROWS)}, None
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return the weights of each projection, without scales."""
-        rows_NB = unpack_tiles(parts["codes"].flatten(), rows * len(parts["codes"]), 2 * columns)
-        codes = deinterleave_gate_up(rows_NB, halves) if halves > 1 else [exchange_rows(rows_NB, inverse=True)]
-        return [{"codes": part.view(CODE_DTYPES[encoding.element])} for part in codes]
+        rows_NB = unpack_tiles(parts["codes"].flatten(), rows * len(parts["codes"]), 2 * columns, _ROWS)
+        return [{"codes": part} for part in natural_rows(rows_NB, halves)]
 
 
-def pack_tiles(rows_NB: Tensor) -> Tensor:
-    """Pack a matrix in the order that the module describes: uint8 [N, bytes] to [N * bytes]; bytes % 16 must be 0."""
-    whole = rows_NB.shape[0] // _ROWS * _ROWS
-    parts = []
-    for piece, rows in ((rows_NB[:whole], _ROWS), (rows_NB[whole:], rows_NB.shape[0] - whole)):
-        if len(piece):
-            words = piece.contiguous().view(torch.int64).unflatten(0, (-1, rows)).unflatten(2, (-1, _PIECE // 8))
-            blocks = words.shape[2] // 8
-            inner = words[:, :, : 8 * blocks].unflatten(2, (blocks, 8)).transpose(1, 2)
-            tail = words[:, :, 8 * blocks :].transpose(1, 2)
-            parts.append(torch.cat([swizzled(inner).flatten(1), tail.flatten(1)], 1).flatten())
-    return torch.cat(parts).view(torch.uint8)
+def pack_tiles(rows_NB: Tensor, height: int) -> Tensor:
+    """Pack a matrix in the order that the module describes, with groups of ``height`` rows: uint8 [N, bytes] to
+    [N * bytes]; bytes % 16 must be 0."""
+    packed = rows_NB.new_empty(rows_NB.numel())
+    for natural, place, swizzles in _views(rows_NB.contiguous(), packed, height):
+        place.copy_(swizzled(natural) if swizzles else natural)
+    return packed
 
 
-def unpack_tiles(packed: Tensor, rows: int, row_bytes: int) -> Tensor:
+def unpack_tiles(packed: Tensor, rows: int, row_bytes: int, height: int) -> Tensor:
     """Return the matrix, uint8 [rows, row_bytes]: the inverse of :func:`pack_tiles`."""
-    whole, blocks = rows // _ROWS * _ROWS, row_bytes // _BLOCK
-    parts = []
-    for piece, size in zip(
-        packed.split([whole * row_bytes, (rows - whole) * row_bytes]), (_ROWS, rows - whole), strict=True
-    ):
-        if len(piece):
-            groups = piece.view(torch.int64).view(-1, size * row_bytes // 8)
-            inner, tail = groups.split([blocks * size * _BLOCK // 8, size * (row_bytes - blocks * _BLOCK) // 8], 1)
-            inner = swizzled(inner.unflatten(1, (blocks, size, 8, 2))).transpose(1, 2).flatten(2)
-            tail = tail.unflatten(1, (-1, size, 2)).transpose(1, 2).flatten(2)
-            parts.append(torch.cat([inner, tail], 2).flatten(0, 1))
-    return torch.cat(parts).view(torch.uint8)
+    rows_NB = packed.new_empty(rows, row_bytes)
+    for natural, place, swizzles in _views(rows_NB, packed, height):
+        natural.copy_(swizzled(place) if swizzles else place)
+    return rows_NB
+
+
+def _views(rows_NB: Tensor, packed: Tensor, height: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield views of the same words of 8 bytes in a matrix and in the packed one, and whether one of them is to be
+    swizzled: [groups, blocks, rows, 8 pieces, 2] of whole blocks, and [groups, pieces, rows, 2] of columns behind."""
+    whole, (_, row_bytes) = len(rows_NB) // height * height, rows_NB.shape
+    blocks = row_bytes // _BLOCK
+    for rows, piece in zip(rows_NB.tensor_split([whole]), packed.tensor_split([whole * row_bytes]), strict=True):
+        if len(rows):
+            size = min(len(rows), height)
+            natural = rows.view(torch.int64).unflatten(0, (-1, size)).unflatten(2, (-1, _PIECE // 8)).transpose(1, 2)
+            places = piece.view(torch.int64).view(len(natural), -1)
+            inner = blocks * size * _BLOCK // 8
+            if blocks:
+                in_blocks = natural[:, : 8 * blocks].unflatten(1, (blocks, 8)).transpose(2, 3)
+                yield in_blocks, places[:, :inner].unflatten(1, in_blocks.shape[1:]), True
+            if row_bytes % _BLOCK:
+                behind = natural[:, 8 * blocks :]
+                yield behind, places[:, inner:].unflatten(1, behind.shape[1:]), False
+
+
+def swizzled(blocks: Tensor) -> Tensor:
+    """Return blocks [groups, blocks, rows, 8 pieces, words] with piece p of row r where piece ``p ^ (r % 8)`` was: the
+    PTX ISA's 128-byte swizzle. Rows must be a multiple of 8. The permutation is its own inverse."""
+    row, piece = (index.to(blocks.device) for index in _swizzle())
+    return blocks.unflatten(2, (-1, 8))[:, :, :, row, piece].flatten(2, 3)
+
+
+@cache
+def _swizzle() -> tuple[Tensor, Tensor]:
+    """Return which row and which piece each of 8 rows and 8 pieces has, on the CPU."""
+    row, piece = torch.meshgrid(*(torch.arange(8, device="cpu"),) * 2, indexing="ij")
+    return row, piece ^ row

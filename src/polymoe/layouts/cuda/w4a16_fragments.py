@@ -48,8 +48,8 @@ from polymoe.layouts.cuda.bits import Columns, inverse, move_bits, pack_words, u
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
+    apart,
     as_bytes,
-    deinterleave_gate_up,
     interleave_gate_up,
     stacked,
     taller,
@@ -117,7 +117,6 @@ class W4A16Fragments(MatrixLayout):
     stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason for other elements or groups."""
         if not reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", encoding.element):
             return
         granularity = encoding.granularity
@@ -130,23 +129,16 @@ class W4A16Fragments(MatrixLayout):
                 reasons.need(fits, f"{projection} scales", expected, str(granularity))
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
-        """Return the limit: E8M0 scales up to 2**25, E4M3 scales from 0 to 448; None for other scales."""
         return _SCALE_LIMITS.get(encoding.scale_dtype or "")
 
-    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Return whether no E8M0 scale is above 2**25, and no E4M3 scale is negative."""
-        return not scales.outside_bfloat16
-
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return the bytes of the scales of one packed matrix."""
-        return scale_bytes(encoding, rows, columns)
+        times, groups = _groups_beside(encoding, columns)
+        return round_up(rows, ROWS) * times * groups * SCALE_DTYPES.itemsize(encoding.scale_dtype or "")
 
     def rest_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return one byte for each scale if scales are rounded or have a zero point, else 0."""
         return rows * ceil_div(columns, encoding.group_columns) if _has_rest(encoding) else 0
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return packed codes, scales and their rest, and the largest byte of a bounded scale."""
         encoding, experts = halves[0].encoding, halves[0].codes.shape[:-2]
         codes_HNB = stacked([q.codes for q in halves])
         parts = {"codes": pack_codes(codes_HNB, encoding, self.cvt)}
@@ -163,30 +155,32 @@ class W4A16Fragments(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return codes, scales and zero points of each projection."""
         rows *= len(parts["codes"])
         codes_HNB = unpack_codes(parts["codes"].flatten(), encoding, (halves, rows // halves, columns // 2), self.cvt)
-        scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns, self.cvt)
-        dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        found = {"scales": scales_NB.contiguous().view(dtype)}
-        if _has_rest(encoding):
-            rest_NG = parts["rest"].view(rows, -1)
-            found["scales"] = _exact(found["scales"], rest_NG, encoding)
-            if encoding.zero_points:
-                found["zero_points"] = rest_NG >> _ROUNDED_BITS
-        split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
-        return [
-            {"codes": codes_HNB[i], **{name: each[i].contiguous() for name, each in split.items()}}
-            for i in range(halves)
-        ]
+        scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns, self.cvt).contiguous()
+        if not _has_rest(encoding):
+            return apart(codes_HNB, {"scales": scales_NB})
+        rest_NG = parts["rest"].view(rows, -1)
+        found = {"scales": _exact(scales_NB, rest_NG, encoding)}
+        if encoding.zero_points:
+            found["zero_points"] = rest_NG >> _ROUNDED_BITS
+        return apart(codes_HNB, found)
 
 
-E8M0_LIMIT = ScaleLimit(E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}")
+def _in_bfloat16(scales: ScaleRange) -> bool:
+    return not scales.outside_bfloat16
+
+
+E8M0_LIMIT = ScaleLimit(
+    E8M0_MOST, "E8M0 scales of at most 2**25", lambda byte: f"2**{byte - 127}", decodes=_in_bfloat16
+)
 """What kernels decode by multiplying in bfloat16."""
 
 _SCALE_LIMITS = {
     "e8m0": E8M0_LIMIT,
-    "e4m3": ScaleLimit(E4M3_MOST, "E4M3 scales from 0 to 448", "the byte {byte:#x}"),
+    "e4m3": ScaleLimit(
+        E4M3_MOST, "E4M3 scales from 0 to 448", lambda byte: f"the byte {byte:#x}", decodes=_in_bfloat16
+    ),
 }
 
 
@@ -256,12 +250,11 @@ def _rounded(q: QuantTensor) -> tuple[Tensor, Tensor]:
     return as_bytes(torch.stack(values, 2).flatten(1)), rest.to(torch.uint8)
 
 
-def _exact(scales_NG: Tensor, rest_NG: Tensor, encoding: Encoding) -> Tensor:
+def _exact(scales_NB: Tensor, rest_NG: Tensor, encoding: Encoding) -> Tensor:
     """Return scales as they were: the inverse of :func:`_rounded`, whose offsets are left out."""
-    if encoding.zero_points:
-        scales_NG = scales_NG[:, ::2]
+    rounded_NG = scales_NB.view(torch.int16)[:, :: 2 if encoding.zero_points else 1]
     removed = rest_NG.int() & (1 << _ROUNDED_BITS) - 1
-    bits = (scales_NG.contiguous().view(torch.int16).int() << 16) - (removed >> _ROUNDED_BITS - 1 << 16)
+    bits = (rounded_NG.int() << 16) - (removed >> _ROUNDED_BITS - 1 << 16)
     exact = (bits | removed << 16 - _ROUNDED_BITS).view(torch.float32)
     return exact.to(SCALE_DTYPES[encoding.scale_dtype or ""])
 
@@ -270,12 +263,6 @@ def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
     """Return the number of blocks of scales along K, and the groups of columns in each, twice with zero points."""
     group = encoding.group_columns
     return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1) * (1 + encoding.zero_points)
-
-
-def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
-    """Return the bytes of the scales of one packed matrix [rows, columns]."""
-    times, groups = _groups_beside(encoding, columns)
-    return round_up(rows, ROWS) * times * groups * SCALE_DTYPES.itemsize(encoding.scale_dtype or "")
 
 
 def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool = False) -> Tensor:

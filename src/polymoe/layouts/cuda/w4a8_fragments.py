@@ -39,7 +39,7 @@ from polymoe.layouts.cuda.bits import Columns, pack_words, unpack_words
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
-    deinterleave_gate_up,
+    apart,
     interleave_gate_up,
     stacked,
     taller,
@@ -51,7 +51,6 @@ from polymoe.layouts.cuda.w4a16_fragments import (
     sign_and_magnitude,
 )
 from polymoe.layouts.staging import wide
-from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
 
 if TYPE_CHECKING:
@@ -83,28 +82,20 @@ class W4A8Fragments(MatrixLayout):
     stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason unless weights are MXFP4, or INT4 with float16 or bfloat16 scales of 128 columns."""
         int4 = encoding.element == "int4" and encoding.granularity == PerGroup(1, _INT4_GROUP)
         held = encoding == FORMATS["mxfp4"].encoding or (int4 and encoding.scale_dtype in ("float16", "bfloat16"))
         expected = f"mxfp4, or int4 with 16-bit scales of {_INT4_GROUP} columns"
         reasons.need(held, f"{projection} weights", expected, encoding.name)
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
-        """Return the limit of MXFP4: at most :data:`MOST_STEP` powers of two within a row. INT4 has none."""
         return None if encoding.element == "int4" else _STEPS
 
-    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Return whether the scales of each row are within 2**14 of each other."""
-        return scales.spread <= MOST_STEP
-
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return the bytes of the scales of one packed matrix."""
         if encoding.element == "int4":
             return round_up(rows, ROWS) * ceil_div(columns, _INT4_GROUP) * 4
-        return scale_bytes(rows, columns)
+        return round_up(rows, ROWS) * columns // _GROUP + rows
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return packed codes and scales, and of MXFP4 the largest step."""
         encoding, codes_HNB = halves[0].encoding, stacked([q.codes for q in halves])
         stored = sign_and_magnitude(codes_HNB) if _is_signed(encoding) else codes_HNB
         codes = pack_words(stored, _columns(codes_HNB.shape[2]), _code_bits(encoding))
@@ -129,16 +120,15 @@ class W4A8Fragments(MatrixLayout):
             found = _unpack_int4_scales(parts["scales"].flatten(), encoding, all_rows)
         else:
             found = {"scales": unpack_scales(parts["scales"], rows, columns)}
-        split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
-        made = [{name: each[i].contiguous() for name, each in split.items()} for i in range(halves)]
-        dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        return [
-            each | {"codes": codes, "scales": each["scales"].view(dtype)}
-            for codes, each in zip(codes_HNB, made, strict=True)
-        ]
+        return apart(codes_HNB, found)
 
 
-_STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "some 2**{step} apart")
+_STEPS = ScaleLimit(
+    MOST_STEP,
+    "scales of a row within 2**14 of each other",
+    lambda step: f"some 2**{step} apart",
+    decodes=lambda scales: scales.spread <= MOST_STEP,
+)
 
 
 def _is_signed(encoding: Encoding) -> bool:
@@ -173,11 +163,6 @@ def _unpack_int4_scales(packed: Tensor, encoding: Encoding, rows: int) -> dict[s
 def _columns(row_bytes: int) -> tuple[Columns]:
     """Return all columns, split into block, 32 columns, half, t, byte."""
     return (Columns(0, row_bytes, (-1, 2, 2, 4, 2), (0, 4, 1, 3, 7, 5, 2, 6, 8)),)
-
-
-def scale_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of the scales of one packed matrix [rows, columns]."""
-    return round_up(rows, ROWS) * columns // _GROUP + rows
 
 
 def groups_of_zeros(codes: Tensor) -> Tensor:

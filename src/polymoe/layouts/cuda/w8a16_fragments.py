@@ -24,18 +24,16 @@ import torch
 
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, QuantTensor
-from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.cuda.bits import Columns, pack_words, unpack_words
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
-    deinterleave_gate_up,
+    apart,
     interleave_gate_up,
     stacked,
     taller,
 )
 from polymoe.layouts.cuda.w4a16_fragments import E8M0_BIAS, E8M0_LIMIT, ROWS, TILE
-from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
 
 if TYPE_CHECKING:
@@ -62,7 +60,6 @@ class W8A16Fragments(MatrixLayout):
     stacks: ClassVar[bool] = True
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason for other elements or scales."""
         if reasons.need(encoding.element == "e4m3", f"{projection} elements", "e4m3", encoding.element):
             known = FORMATS["mxfp8"].encoding
             got = f"{encoding.granularity}, {encoding.scale_dtype}"
@@ -70,19 +67,12 @@ class W8A16Fragments(MatrixLayout):
             reasons.need(same, f"{projection} scales", f"{known.granularity}, {known.scale_dtype}", got)
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
-        """Return the limit: scales up to 2**25."""
         return E8M0_LIMIT
 
-    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Return whether no scale is above 2**25."""
-        return not scales.outside_bfloat16
-
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Return the bytes of the scales of one packed matrix."""
         return round_up(rows, ROWS) * ceil_div(columns, BLOCK)
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return packed codes and scales, and the largest byte of a scale."""
         codes_HNK = stacked([q.codes.view(torch.uint8) for q in halves])
         scales_NG = interleave_gate_up([taller(q.scales).view(torch.uint8) for q in halves if q.scales is not None])
         padded = torch.nn.functional.pad(scales_NG, (0, 0, 0, -len(scales_NG) % ROWS))
@@ -97,14 +87,11 @@ class W8A16Fragments(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[dict[str, Tensor]]:
-        """Return codes and scales of each projection."""
         rows *= len(parts["codes"])
         shape = halves, rows // halves, columns
         codes_HNK = unpack_words(parts["codes"].flatten(), shape, _columns(columns), E4M3_BITS)
         scales = parts["scales"].flatten().view(-1, ceil_div(columns, BLOCK), 8, 4, 2) - E8M0_BIAS
-        scales_NG = scales.permute(0, 3, 4, 2, 1).flatten(0, 3)[:rows].view(SCALE_DTYPES["e8m0"])
-        each = zip(codes_HNK.view(CODE_DTYPES[encoding.element]), deinterleave_gate_up(scales_NG, halves), strict=True)
-        return [{"codes": codes, "scales": scales.contiguous()} for codes, scales in each]
+        return apart(codes_HNK, {"scales": scales.permute(0, 3, 4, 2, 1).flatten(0, 3)[:rows]})
 
 
 def _columns(row_bytes: int) -> tuple[Columns, Columns]:
