@@ -75,10 +75,7 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     if output.out is not None:
         check_writable(output.out)
     choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in ranks.tokens)
-    if where.type == "cpu" and not choice:
-        expected, got = "a GPU", "cpu, where no backend has configurations to choose from"
-        hint = "bench kernels measures the reference on a CPU"
-        raise ArgumentError("--device", expected=expected, got=got, hint=hint)
+    _require_choice(choice, where.type)
     file = output.out or user_file(machine.device.name)
     if file is None:
         raise ArgumentError("--out", expected="a table to write", got="none, and no home directory for a cache")
@@ -110,6 +107,14 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
             print_json([_plain(outcome) for outcome in found])
         elif found:
             _print(found, f"{workload.case}, {problem.spec.format}, {machine.device}")
+
+
+def _require_choice(choice: bool, kind: str) -> None:
+    """Refuse a CPU on which no backend has anything to tune."""
+    if kind == "cpu" and not choice:
+        expected, got = "a GPU", "cpu, where no backend has configurations to choose from"
+        hint = "bench kernels measures the reference on a CPU"
+        raise ArgumentError("--device", expected=expected, got=got, hint=hint)
 
 
 def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
