@@ -51,11 +51,7 @@ class Runner(Protocol):
 
         Ids that are not of this rank's experts contribute exactly 0. T is at least 1 and at most what the verdict
         allows. Where the verdict says capturable: no synchronization, no allocation outside the graph's pool, no branch
-        on tensor values.
-
-        Args:
-            call: its arguments, checked, with ``out``.
-            config: of the backend that bound the runner.
+        on tensor values. The call's arguments are checked, and ``out`` is among them.
         """
         ...
 

@@ -159,13 +159,8 @@ class ModelBench:
                     torch._dynamo.reset()
 
     def decode(self, model: Any, ran: Mapping[str, Any], batch: int, way: str) -> ModelRecord:
-        """Compare and time decode steps of a batch, run in one of the ``_WAYS``.
-
-        Args:
-            model: that runs.
-            ran: fields of records that say what it is.
-            batch: sequences.
-            way: of running them.
+        """Compare and time decode steps of a batch, run in one of the ``_WAYS``; ``ran`` has the fields of records that
+        say what the model is.
 
         Raises:
             VerificationError: if logits of the captured step differ from those of the plain step or the first model.

@@ -112,15 +112,8 @@ def _in_few_words(record: tuple[str, str], name: str) -> tuple[str, str]:
 
 
 def add(to: typer.Typer, name: str, short: str, function: Callable[..., Any], *examples: str) -> None:
-    """Add a command to a group.
-
-    Args:
-        to: the group.
-        name: of the command.
-        short: what it does, for the list of commands: one sentence that fits beside the name into 80 columns.
-        function: does it; its docstring is the help.
-        examples: command lines for the help.
-    """
+    """Add a command to a group: ``short`` fits beside its name into 80 columns of the list of commands, and the
+    function's docstring is its help, with the examples, which are command lines."""
     epilog = "\n".join(("\b", "Examples:", *(f"  $ {example}" for example in examples)))
     to.command(name, cls=Command, short_help=short, epilog=epilog, context_settings=_CONTEXT)(flat(function))
 
@@ -129,11 +122,7 @@ _VALUE = r"""("[^"]*"|'[^']*'|\.\.\.|[\w:.-]*\w)"""
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:
-    """A text of the library with options instead of arguments.
-
-    Args:
-        text: where an error is, or a hint.
-        options: by names of arguments.
+    """Where an error is, or a hint, with options instead of the library's arguments, by whose names they are given.
 
     >>> in_options('graphs needs a GPU; device="cuda:1"', {"device": "--device"})
     'graphs needs a GPU; --device cuda:1'

@@ -18,11 +18,8 @@ hint: end other programs, or use shorter prompts or fewer --tokens. polymoe expl
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """The message for an error that says that memory is exhausted; None for any other.
-
-    Args:
-        error: of torch, which has no class of its own for the host's memory, or Python's MemoryError.
-    """
+    """The message for an error that says that memory is exhausted, of torch, which has no class of its own for the
+    host's memory, or Python's MemoryError; None for any other."""
     text = str(error)
     needed = _ALLOCATED.search(text)
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):

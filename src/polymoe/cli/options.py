@@ -52,7 +52,7 @@ def option(
     Args:
         default: its value without the option; of an option with ``parse``, text.
         help: a sentence; with what None stands for.
-        names: by default the field's name; more than one, or another one.
+        names: by default the field's name.
         parse: makes the option's text and its name a value, or raises ArgumentError.
         complete: what a shell offers.
         more: keywords of :func:`typer.Option`, such as ``min``.
@@ -315,11 +315,8 @@ class MeasuredLayer(Invariance, heading="What is measured"):
     )
 
     def check(self, *, of_case: Mapping[str, Any], of_files: Mapping[str, Any]) -> None:
-        """Raise BadParameter unless there is either a case or a checkpoint, and no option of the other.
-
-        Args:
-            of_case, of_files: further options of either, by name; None if not given.
-        """
+        """Raise BadParameter unless there is either a case or a checkpoint, and no option of the other; ``of_case`` and
+        ``of_files`` are further options of either, by name, None if not given."""
         if (self.case is None) == (self.checkpoint is None):
             raise typer.BadParameter("give either --case or --checkpoint")
         needed = "--checkpoint" if self.case is not None else "--case"

@@ -12,12 +12,7 @@ EVERY_S = 4.0
 
 
 class Progress:
-    """What a command does, how much of it is done, and when it will be finished.
-
-    Args:
-        what: the command's name.
-        total: number of steps, if that is known.
-    """
+    """What a command does, how much of it is done, and, if the number of steps is known, when it will be finished."""
 
     def __init__(self, what: str, total: int | None = None) -> None:
         from tqdm import tqdm

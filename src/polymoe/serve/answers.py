@@ -16,13 +16,7 @@ from polymoe.serve.choices import AnswerChoice, ChoicePart, TokenLogprob
 
 
 class Writer:
-    """Writes the answers to one request.
-
-    Args:
-        request_id: the id of the request, and of its answers.
-        model: the model's name.
-        tokenizer: of the model.
-    """
+    """Writes the answers to one request, whose id they have."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]

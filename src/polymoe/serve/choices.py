@@ -57,13 +57,7 @@ class ChoicePart:
 
 class StopStrings:
     """Text up to the first stop string, which may arrive in pieces: what may be the start of one is held back.
-
-    Args:
-        stop: the strings.
-
-    Attributes:
-        found: whether one was there.
-    """
+    ``found`` is whether one was there."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._held, self.found = stop, "", False

@@ -69,12 +69,7 @@ def current() -> InFlight:
 
 class Threads:
     """Threads that run calls in order. Unlike those of an executor, they do not outlive the program: what they compute
-    cannot be interrupted.
-
-    Args:
-        name: of the threads.
-        number: of them.
-    """
+    cannot be interrupted."""
 
     def __init__(self, name: str, number: int = 1) -> None:
         self._calls: SimpleQueue[tuple[Future, Callable, tuple[Any, ...]]] = SimpleQueue()

@@ -56,13 +56,10 @@ class _Limit(logging.Filter):
 
 @contextlib.contextmanager
 def logging_to_stderr(level: str, *, requests: bool = True) -> Iterator[Callable[[], bool]]:
-    """Write what is logged to stderr: polymoe's lines from this level on, and warnings of other packages.
+    """Write what is logged to stderr: polymoe's lines from this level on (in any case), each request if ``requests``,
+    and warnings of other packages.
 
-    Args:
-        level: of :mod:`logging`, in any case.
-        requests: log each request.
-
-    Returns:
+    Yields:
         Waits until all lines are written, at most half a second; whether they are then.
     """
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
@@ -101,13 +98,8 @@ def _log_warning(message: Warning | str, *_: object) -> None:
 
 def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) -> None:
     """Log one request; but not what only asks how the server is. Those that generate nothing, such as refused ones,
-    have a logger of their own, with a limit.
-
-    Args:
-        request: as it has left the server.
-        scope: of the request in ASGI.
-        status: of the response; 499 if the client closed the connection.
-    """
+    have a logger of their own, with a limit. ``scope`` is that of ASGI; status 499 means that the client closed
+    the connection."""
     if scope["path"] in ("/health", "/metrics"):
         return
     client = (scope.get("client") or ("-",))[0]

@@ -22,11 +22,8 @@ _EMPTY = {"annotations": [], "tool_calls": []}
 
 
 def read_messages(messages: list[Any], template: str) -> list[dict[str, Any]]:
-    """Messages for a chat template: contents are strings, and arguments of tool calls are objects.
-
-    Args:
-        messages: of the request.
-        template: the chat template. If it does not know the role ``developer``, such messages become ``system``.
+    """Messages for a chat template: contents are strings, and arguments of tool calls are objects. If the template does
+    not know the role ``developer``, such messages become ``system``.
 
     Raises:
         HTTPException: 400 for unknown roles or fields, contents that are not text, and tool calls that cannot be read.

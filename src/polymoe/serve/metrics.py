@@ -31,15 +31,8 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.
 
 
 class ServerMetrics:
-    """Metrics of one server, and the requests that it is working on.
-
-    Args:
-        name: the model's name, for labels.
-        model: with its experts loaded.
-
-    Attributes:
-        in_flight: generations that were admitted and have not been answered, running or waiting.
-    """
+    """Metrics of one server, with the model's name in labels, and the requests that it is working on: ``in_flight`` are
+    generations that were admitted and have not been answered, running or waiting."""
 
     content_type = CONTENT_TYPE_LATEST
 

@@ -28,12 +28,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 class PromptReader:
-    """From what a request says to the tokens of its prompt. The methods may be called in any thread.
-
-    Args:
-        tokenizer: of the model, one of Transformers'.
-        limits: of every request.
-    """
+    """From what a request says to the tokens of its prompt. The methods may be called in any thread."""
 
     def __init__(self, tokenizer: Any, limits: Limits) -> None:
         self._tokenizer, self._limits = tokenizer, limits

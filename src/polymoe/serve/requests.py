@@ -197,10 +197,6 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 def read_request(body: dict[str, Any], kind: type[Request]) -> Request:
     """A request whose fields are known and right.
 
-    Args:
-        body: the request.
-        kind: the fields of its endpoint.
-
     Raises:
         HTTPException: 400, naming a field that is wrong or unknown: it could change the answer.
     """
@@ -215,11 +211,7 @@ def read_request(body: dict[str, Any], kind: type[Request]) -> Request:
 
 
 def settings_of(request: ChatRequest | CompletionRequest, limits: Limits) -> GenerationSettings:
-    """The settings of a request.
-
-    Args:
-        request: as :func:`read_request` returns it.
-        limits: of the server.
+    """The settings of a request, as :func:`read_request` returns it.
 
     Raises:
         HTTPException: 400 for fields that contradict each other or the limits.

@@ -14,13 +14,7 @@ from polymoe.serve.metrics import backends
 
 
 def summary(served: ModelServer, model: Any, **limits: str) -> str:
-    """Lines of a name and a value each.
-
-    Args:
-        served: the application.
-        model: as :func:`polymoe.engines.transformers.load` returns it.
-        limits: further lines, by name.
-    """
+    """Lines of a name and a value each; ``limits`` are further ones."""
     lines = {"model": served.name, "experts": _experts(model), "memory": _memory(model)}
     context = served.limits.context
     lines["context"] = "unknown" if context is None else f"{context:,} tokens"

@@ -54,11 +54,8 @@ def layout_on(family: KernelFamily, target: Target, spec: ExpertsSpec) -> str:
 def families_for(problem: Problem, capability: tuple[int, int] | None = None) -> list[KernelFamily]:
     """Return the families that support all of the problem's weights and its activations, in the order of the table.
 
-    Beside families with fast accumulation, which are for many rows, come those that run the same without it.
-
-    Args:
-        problem: what is to run.
-        capability: only those that are compiled for GPUs of this compute capability.
+    Beside families with fast accumulation, which are for many rows, come those that run the same without it. With a
+    compute capability, only those that are compiled for its GPUs.
     """
     formats = {weight_format(encoding) for encoding in problem.spec.encodings.values()}
     modes = {problem.activations, problem.activations.promoted}

@@ -39,12 +39,8 @@ ACTIVATION_ARGS: Mapping[type[Activation], Callable[[Any], ActivationArgs]] = {
 class CudaRunner(RunnerBase):
     """Runs the calls of one layer with launches that are prepared once per configuration.
 
-    Several threads may call it at once: each call uses prepared launches that no other call uses at the time.
-
-    Args:
-        problem: what runs.
-        packed: the layer.
-        target: the set of cubins; by default the one for the layer's GPU.
+    Several threads may call it at once: each call uses prepared launches that no other call uses at the time. The set
+    of cubins, ``target``, is by default the one for the layer's GPU.
     """
 
     def __init__(self, problem: Problem, packed: Packed, target: Target | None = None) -> None:

@@ -153,14 +153,7 @@ def _need_cubins(reasons: Reasons, machine: Machine) -> Sequence[str]:
 
 
 class _TrtllmRunner(RunnerBase):
-    """Calls of one layer.
-
-    Args:
-        problem: the problem.
-        packed: the packed layer.
-        name: FlashInfer's function.
-        parameters: its parameters that the calls give.
-    """
+    """Calls of one layer: of FlashInfer's function ``name``, with these of its parameters."""
 
     options = frozenset(("expert_map",))
 

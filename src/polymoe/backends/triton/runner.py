@@ -188,14 +188,8 @@ class TritonRunner(RunnerBase):
         operands: tuple[torch.dtype, torch.dtype],
         converted: Quantization | None,
     ) -> Buffers:
-        """Return the shapes and dtypes of the tensors of a call besides its arguments.
-
-        Args:
-            tokens, top_k: the call's T and A.
-            config: the tiles.
-            operands: dtypes of the MMA operands of both GEMMs.
-            converted: how x is rounded; None if the first GEMM reads x as it is.
-        """
+        """Return the shapes and dtypes of the tensors of a call besides its arguments. ``operands`` are the dtypes of
+        both GEMMs' MMA operands; ``converted`` is how x is rounded, None if the first GEMM reads x as it is."""
         spec, rows = self.problem.spec, tokens * top_k
         words = permutation_words(rows, spec.local_experts, config.block_m)
         found: Buffers = {"permutation": ((words,), torch.int32)}

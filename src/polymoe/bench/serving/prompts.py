@@ -34,12 +34,7 @@ _FEWEST_TOKENS_A_WORD, _MOST_TOKENS_A_WORD = 1 / 4, 64
 
 
 class Prompts:
-    """Makes prompts; call :meth:`calibrate` first.
-
-    Args:
-        count: counts the tokens of a prompt.
-        seed: two objects with the same seed make the same prompts.
-    """
+    """Makes prompts, the same ones from the same seed; call :meth:`calibrate` first."""
 
     def __init__(self, count: Count, *, seed: int) -> None:
         self._count = count
