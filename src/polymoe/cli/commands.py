@@ -61,11 +61,8 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group with a default command, for forms without its name: ``polymoe bench --case C`` is ``bench kernels``.
-
-    Attributes:
-        default: its name; None for a group without one.
-    """
+    """A group that may have a default command, for forms without its name: ``polymoe bench --case C`` is
+    ``bench kernels``."""
 
     default: str | None = None
 

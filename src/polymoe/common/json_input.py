@@ -21,11 +21,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class DuplicateKeyError(ValueError):
-    """An object has a key twice.
-
-    Attributes:
-        key: the key.
-    """
+    """An object has a ``key`` twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {key!r} is in one object twice")

@@ -26,18 +26,10 @@ GROUP = "polymoe.backends"
 
 _REQUIRED = {
     "backends": (
-        "layouts",
-        "handles",
-        "check",
-        "configure",
-        "predict",
-        "tuning_configs",
-        "compile",
-        "gradients",
-        "bind",
+        "layouts", "handles", "check", "configure", "predict", "tuning_configs", "compile", "gradients", "bind",
     ),
     "layouts": ("check", "nbytes", "pack", "unpack"),
-}
+}  # fmt: skip
 
 V = TypeVar("V")
 
@@ -76,11 +68,7 @@ def from_plugin(entry: object) -> bool:
 
 
 class PluginError(Exception):
-    """A backend or layout of another package raised an exception. ``str`` gives its class and message.
-
-    Attributes:
-        name: of the backend or layout.
-    """
+    """A backend or layout ``name`` of another package raised an exception. ``str`` gives its class and message."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")

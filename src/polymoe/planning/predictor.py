@@ -30,11 +30,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Predicts configurations and times of a backend for a problem and a machine that it accepts.
-
-    Attributes:
-        points: measurements, in ascending order of tokens.
-    """
+    """Predicts configurations and times of a backend for a problem and a machine that it accepts, from measurements in
+    ascending order of tokens."""
 
     backend: Backend
     problem: Problem

@@ -55,12 +55,7 @@ class ModelServer:
 
     Attributes:
         app: the ASGI application.
-        metrics: what it counts.
-        name, model, tokenizer, temperature: as given.
-        limits: of every request.
-        prompts: reads their prompts.
-        generation: what runs requests.
-        not_shared: why they do not share forward passes; empty if they do.
+        generation, not_shared: what runs requests, and why they do not share forward passes; empty if they do.
 
     Raises:
         UnsupportedProblem: for continuous batching on a CPU, where Transformers' does not answer; for graphs that the
@@ -118,11 +113,7 @@ class ModelServer:
         self._stopping.set()
 
     def close(self, timeout_s: float = 20.0) -> bool:
-        """:meth:`end`, then wait until no generation runs, at most ``timeout_s`` seconds.
-
-        Returns:
-            Whether no generation runs any more.
-        """
+        """:meth:`end`, then wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
         self.end()
         return self.generation.close(timeout_s)
 

@@ -96,9 +96,6 @@ class ContinuousBatching:
         stopping: once set, generations end at their next token.
         batching: how requests share forward passes.
 
-    Attributes:
-        batching: as given.
-
     Raises:
         UnsupportedProblem: if the model cannot run so.
     """

@@ -92,7 +92,6 @@ class TokenSampler:
         number: of the answer among those to its request, each of which has another seed.
 
     Attributes:
-        settings: as given.
         count: number of tokens chosen so far.
         logprobs: where the log probabilities of each token are, if the settings ask for them: a step and a row of it.
     """
@@ -169,15 +168,8 @@ class TokenSampler:
 
 @torch.no_grad()
 def choose_tokens(logits_RV: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
-    """The next token of each answer. Nothing waits for the device.
-
-    Args:
-        logits_RV: float32, one row for each answer; changed in place.
-        samplers: of the answers.
-
-    Returns:
-        Token ids, int64 ``[R]``.
-    """
+    """The next token of each answer, int64 ``[R]``, from float32 logits, which are changed in place. Nothing waits for
+    the device."""
     reported = [row for row, sampler in enumerate(samplers) if sampler.settings.logprobs is not None]
     logprobs_LV = _rows(logits_RV, reported).log_softmax(-1) if reported else None
     for row, sampler in enumerate(samplers):

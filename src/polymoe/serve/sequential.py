@@ -33,9 +33,6 @@ class Sequential:
         model: as :func:`polymoe.engines.transformers.load` returns it.
         metrics: counts tokens and times.
         stopping: once set, the running generation ends at its next token, and those that wait are refused.
-
-    Attributes:
-        thread: runs generations.
     """
 
     def __init__(self, model: Any, metrics: ServerMetrics, stopping: threading.Event) -> None:

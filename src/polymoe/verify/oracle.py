@@ -58,11 +58,7 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
 
 
 class Oracle:
-    """The weighted sum of experts in float64, to which one expert after another is added.
-
-    Attributes:
-        total_TH: float64 [T, H], the sum so far.
-    """
+    """The weighted sum of experts, ``total_TH`` in float64, to which one expert after another is added."""
 
     def __init__(self, problem: Problem, x_TH: torch.Tensor, routing: Routing) -> None:
         self._problem, self.total_TH = problem, np.zeros(tuple(x_TH.shape))
