@@ -205,17 +205,13 @@ class Explanation:
     def _backends(self) -> list[str]:
         lines: dict[str, list[int]] = {}
         for row in self.rows:
-            s = row.selection
-            plan = s.plan
-            if plan is None:
+            used = dict.fromkeys(
+                f"{step.backend} ({said(status, self.device)})" if self._on_gpu else step.backend
+                for step, status in row.selection.steps
+            )
+            text = f"{row.problem.spec.format} experts would use {' and '.join(used)}{self._lead(row.selection)}"
+            if not used:
                 text = f"no backend runs {row.problem.spec.format} experts here"
-            else:
-                proofs = zip(plan.steps, s.proofs, strict=True)
-                used = dict.fromkeys(
-                    f"{step.backend} ({said(status, self.device)})" if self._on_gpu else step.backend
-                    for step, status in proofs
-                )
-                text = f"{row.problem.spec.format} experts would use {' and '.join(used)}{self._lead(s)}"
             lines.setdefault(text, []).extend(row.layers)
         if len(lines) == 1:
             return list(lines)
@@ -237,9 +233,7 @@ class Explanation:
         models: dict[str, None] = {}
         unproven = []
         for row in self.rows:
-            for step, status in zip(
-                row.selection.plan.steps if row.selection.plan else (), row.selection.proofs, strict=False
-            ):
+            for step, status in row.selection.steps:
                 if status == "unrun":
                     problem = replace(row.problem, activations=inputs_of(row.problem, step.config))
                     models |= dict.fromkeys(shipped().elsewhere(step.backend, step.config.kernel_family, problem))

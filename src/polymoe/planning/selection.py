@@ -162,6 +162,11 @@ class Selection:
         return min([floor, *(p.time_us for p in times)])
 
     @property
+    def steps(self) -> list[tuple[PlanStep, ProofStatus]]:
+        """The plan's steps, each with how far its kernels are proven on this GPU model."""
+        return list(zip(self.plan.steps if self.plan else (), self.proofs, strict=True))
+
+    @property
     def untuned(self) -> tuple[str, ...]:
         """Backends of the plan that run as their heuristic says, because no table has this problem on this GPU."""
         return tuple(c.backend for c in self.candidates if c.tunable and c.backend in self._chosen() and self._on_gpu)
@@ -169,8 +174,7 @@ class Selection:
     @property
     def unrun(self) -> tuple[str, ...]:
         """Backends of the plan, each with the kernel family, that never ran on this GPU model."""
-        steps = zip(self.plan.steps if self.plan else (), self.proofs, strict=True)
-        found = (f"{s.backend} {s.config.kernel_family}".strip() for s, status in steps if status == "unrun")
+        found = (f"{s.backend} {s.config.kernel_family}".strip() for s, status in self.steps if status == "unrun")
         return tuple(dict.fromkeys(found))
 
     @property
