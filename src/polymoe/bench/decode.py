@@ -106,11 +106,7 @@ class ModelBench:
             raise wrong[0]
 
     def _of(
-        self,
-        contender: Contender,
-        batches: Sequence[int],
-        say: Callable[[str], None],
-        wrong: list[VerificationError],
+        self, contender: Contender, batches: Sequence[int], say: Callable[[str], None], wrong: list[VerificationError]
     ) -> Iterator[ModelRecord | Failed]:
         from polymoe.engines.transformers.transformers_packed import fixed_kernels
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polymoe.checkpoint.hub import require_name
-from polymoe.cli.options import (
-    CheckpointName,
-    Computing,
-    Options,
-    RecordOutput,
-    listed,
-    option,
-    token_counts,
-)
+from polymoe.cli.options import CheckpointName, Computing, Options, RecordOutput, listed, option, token_counts
 from polymoe.cli.output import command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_bytes

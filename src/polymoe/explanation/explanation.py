@@ -287,10 +287,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.model_type}, on {self.where}", *self.conclusion()]
         for row in self.rows:
-            lines += [
-                f"layers {format_ranges(row.layers)}: {row.memory()}",
-                str(row.selection),
-            ]
+            lines += [f"layers {format_ranges(row.layers)}: {row.memory()}", str(row.selection)]
         return "\n".join([*lines, *self.notes])
 
 

@@ -212,10 +212,7 @@ def _fits(problem: Problem, machine: Machine, config: CudaConfig) -> bool:
     spec, device = problem.spec, machine.device
     assert device.capability is not None
     budget = target_for(device.capability).budget_on(device.shared_memory_bytes)
-    sides = (
-        ("gate_up" if spec.gated else "up", spec.up, spec.hidden),
-        ("down", spec.down, spec.intermediate),
-    )
+    sides = (("gate_up" if spec.gated else "up", spec.up, spec.hidden), ("down", spec.down, spec.intermediate))
     family = config.kernels
     return all(family.fits(budget, weight_format(e) or "", part, config.block_m, k) for part, e, k in sides)
 

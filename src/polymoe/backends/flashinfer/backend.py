@@ -37,12 +37,7 @@ def _all(attribute: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(each for route in ROUTES.values() for each in getattr(route, attribute)))
 
 
-_HANDLES: Handled = {
-    **SHARDS,
-    "activation": _all("functions"),
-    "activations": _all("activations"),
-    "dtype": ("bf16",),
-}
+_HANDLES: Handled = {**SHARDS, "activation": _all("functions"), "activations": _all("activations"), "dtype": ("bf16",)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,11 +124,7 @@ def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool, *, exac
         half = encoding.scale_dtype == "float16"
         function = decode.decode_int4_exact_half if half else decode.decode_int4_exact
         factor = decode.factor_half if half else factor
-    return {
-        "DECODE": function,
-        "FACTOR": factor,
-        "UNSHIFT": 0 if in_float32 else shift,
-    }
+    return {"DECODE": function, "FACTOR": factor, "UNSHIFT": 0 if in_float32 else shift}
 
 
 def activation_arguments(activation: Activation | None) -> dict[str, Any]:

@@ -112,12 +112,7 @@ class ServingRecord(Origin, Load):
 
 
 def record(
-    load: Load,
-    origin: Origin,
-    answers: Sequence[TimedAnswer],
-    *,
-    joules: float | None = None,
-    client_load: float = 0.0,
+    load: Load, origin: Origin, answers: Sequence[TimedAnswer], *, joules: float | None = None, client_load: float = 0.0
 ) -> ServingRecord:
     """Compute the record of one row from the answers to all its requests, including failures."""
     whole = [a for a in answers if a.error is None]
