@@ -153,10 +153,10 @@ def _print(rows: list[ModelRecord | Failed], title: str, *, json: bool) -> None:
         _print_table(measured, failed, title)
         for what, ratio in [pair for pairs in ratios.values() for pair in pairs]:
             console().print(f"{what}: {ratio:.2f} x")
-    for r in measured if not json else []:
-        if r.misses is not None and r.hits is not None and r.copied_bytes is not None:
-            counted = f"{r.hits:.2f} hits, {r.misses:.2f} misses, {format_bytes(round(r.copied_bytes))} copied"
-            console().print(f"{r.phase} at batch {r.batch}, each step in each layer: {counted}")
+        for r in measured:
+            if r.misses is not None and r.hits is not None and r.copied_bytes is not None:
+                counted = f"{r.hits:.2f} hits, {r.misses:.2f} misses, {format_bytes(round(r.copied_bytes))} copied"
+                console().print(f"{r.phase} at batch {r.batch}, each step in each layer: {counted}")
     for row in failed:
         say(str(row))
 

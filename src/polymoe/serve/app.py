@@ -14,7 +14,6 @@ import re
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request, Response, Security
@@ -143,16 +142,6 @@ def _other_model(asked: str, own: str) -> HTTPException:
 # --- Requests -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A request that was read: its settings, its prompts with the room for answers to them, and what reads these."""
-
-    settings: GenerationSettings
-    prompts: list[list[int]]
-    max_tokens: list[int]
-    readers: list[ReplyReader]  # one for each answer
-
-
 class _Endpoint:
     """Reads and checks a request, has its answers generated, and writes them."""
 
@@ -179,10 +168,9 @@ class _Endpoint:
 
     async def _answer(self, content: bytes, request_id: str) -> Response:
         server, threads = self._server, self._large if len(content) > LARGE_BYTES else self._small
-        prepared = await in_thread(threads, self._prepare, content)
         request, out = current(), asyncio.Queue[ChoicePart]()
-        request.prompt_tokens = sum(map(len, prepared.prompts))
-        choices = self._choices(prepared, out)
+        settings, choices = await in_thread(threads, self._prepare, content, out)
+        request.prompt_tokens = sum(len(choice.prompt) for choice in choices if choice.counts_prompt)
         writer = self.writer(request_id, server.name, server.tokenizer)
 
         def on_token() -> None:
@@ -200,18 +188,17 @@ class _Endpoint:
             choice.on_token, choice.on_end = on_token, on_end
         request.on_leave(leave)
         server.generation.start(choices, request)
-        s = prepared.settings
-        if s.stream:
-            events = stream_answers(choices, out, writer, include_usage=s.include_usage, continuous=s.continuous_usage)
+        if settings.stream:
+            usage, continuous = settings.include_usage, settings.continuous_usage
+            events = stream_answers(choices, out, writer, include_usage=usage, continuous=continuous)
             # nginx would otherwise keep a stream until its end.
             return StreamingResponse(events, headers={"x-accel-buffering": "no"}, media_type="text/event-stream")
         return JSONResponse(await whole_answers(choices, out, writer))
 
-    def _prepare(self, content: bytes) -> _Prepared:
-        """Check a request and read its prompts. Called in a thread."""
-        server = self._server
-        body = parse_object(content)
-        request = read_request(body, self.kind)
+    def _prepare(self, content: bytes, out: asyncio.Queue[ChoicePart]) -> tuple[GenerationSettings, list[AnswerChoice]]:
+        """Check a request and read its prompts, in a thread; return its settings, and answers that have not begun."""
+        server, choices = self._server, list[AnswerChoice]()
+        request = read_request(parse_object(content), self.kind)
         if request.model not in (None, server.name):
             raise _other_model(request.model, server.name)
         config = server.model.generation_config
@@ -219,21 +206,15 @@ class _Endpoint:
         prompts = self._prompts(request)
         if len(prompts) * settings.n > MAX_ANSWERS:
             raise refusal(f"n must be at most {MAX_ANSWERS // len(prompts)} with {len(prompts)} prompts", param="n")
-        room = [server.limits.bound(len(prompt), settings.max_tokens or 1) for prompt in prompts]
-        readers = [self._reader(request, prompt) for prompt in prompts for _ in range(settings.n)]
-        return _Prepared(settings, prompts, room, readers)
-
-    def _choices(self, prepared: _Prepared, out: asyncio.Queue[ChoicePart]) -> list[AnswerChoice]:
-        settings, choices = prepared.settings, list[AnswerChoice]()
-        ends = () if settings.ignore_eos else end_tokens(self._server.model.generation_config)
+        ends = () if settings.ignore_eos else end_tokens(config)
         ends = (*ends, *settings.stop_token_ids)
-        for prompt, most in zip(prepared.prompts, prepared.max_tokens, strict=True):
+        for prompt in prompts:
+            most = server.limits.bound(len(prompt), settings.max_tokens or 1)
             for number in range(settings.n):
-                index = len(choices)
-                sampler = TokenSampler(settings, prompt, ends, number)
-                reader = prepared.readers[index]
-                choices.append(AnswerChoice(index, prompt, ends, most, sampler, reader, out, counts_prompt=number == 0))
-        return choices
+                sampler, reader = TokenSampler(settings, prompt, ends, number), self._reader(request, prompt)
+                index, first = len(choices), number == 0
+                choices.append(AnswerChoice(index, prompt, ends, most, sampler, reader, out, counts_prompt=first))
+        return settings, choices
 
     def _prompts(self, request: Any) -> list[list[int]]:
         raise NotImplementedError

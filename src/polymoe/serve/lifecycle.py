@@ -147,6 +147,7 @@ def serve(
             from polymoe.serve.app import ModelServer
             from polymoe.serve.gate import Gate, cors
             from polymoe.serve.logs import access_log
+            from polymoe.serve.summary import summary
 
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
@@ -160,21 +161,15 @@ def serve(
         served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
         admitted = o.of("api_key", "max_request_bytes", "max_concurrent_requests")
         gate = Gate(served.app, metrics=served.metrics, on_answer=access_log, **admitted)
-        on_loaded(_said(served, model, o, connections))
+        longest = "the context" if o.max_tokens is None else f"{o.max_tokens:,} tokens"
+        key = "no API key" if o.api_key is None else "an API key is required"
+        each = f"{o.max_concurrent_requests} requests of at most {format_bytes(o.max_request_bytes)}"
+        limits = f"{each}, {connections} connections, answers up to {longest}; {key}"
+        on_loaded(summary(served, model, limits=limits))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
         with nullcontext() if recorded is None else recorded_routing(model, recorded, required=False):
             return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
-
-
-def _said(served: ModelServer, model: Any, options: ServerOptions, connections: int) -> str:
-    from polymoe.serve.summary import summary
-
-    longest = "the context" if options.max_tokens is None else f"{options.max_tokens:,} tokens"
-    key = "no API key" if options.api_key is None else "an API key is required"
-    size = format_bytes(options.max_request_bytes)
-    limit = f"{options.max_concurrent_requests} requests of at most {size}, {connections} connections, answers up to"
-    return summary(served, model, limits=f"{limit} {longest}; {key}")
 
 
 def _check_key(key: str | None) -> None:

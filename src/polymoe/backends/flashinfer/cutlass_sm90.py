@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -154,13 +154,6 @@ class _Sm90Runner(RunnerBase):
         return self._tactics[tactic]
 
 
-class _Kept(NamedTuple):
-    """A function, and what must live as long as it."""
-
-    call: Callable[..., Any]
-    owner: object
-
-
 @cache
 def _call(device: torch.device) -> _Call:
     """FlashInfer's function, or of a version in which it takes no tactics, what this function itself calls.
@@ -191,11 +184,11 @@ def _call(device: torch.device) -> _Call:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         runner = module.init(torch.bfloat16, torch.uint8, torch.bfloat16, False, True, False, False, *fused_finalize)
     # The function has a pointer to its runner, which it does not keep alive.
-    function, swiglu = _Kept(runner.run_moe, runner), ActivationType.Swiglu
+    kept, swiglu = (runner.run_moe, runner), ActivationType.Swiglu
 
     def inner(out, x, ids, weights, up, down, scales, constants, tactics) -> None:  # type: ignore[no-untyped-def]
         one_rank = (1, 0) * 3  # of tensor, expert and cluster parallelism
-        function.call(
+        kept[0](
             out, x, ids, weights, up, None, down, None, scales, None, *constants, True, *one_rank, False, False,
             tactics, True, swiglu,
         )  # fmt: skip
