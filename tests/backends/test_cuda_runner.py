@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from typing import Any
 
@@ -18,7 +17,7 @@ from polymoe.kernels.cuda.targets import Target
 from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from support.cuda_calls import gpu, pack, run_emulated
-from support.cuda_emulator import Emulator, Recorded, compile_unit
+from support.cuda_emulator import Emulator, Recorded, compile_units, emulated
 from support.problems import problem_of, random_call, random_experts
 
 FEW, MANY = CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_wgmma", 32)
@@ -175,7 +174,7 @@ def test_which_options_it_takes(made: Made) -> None:
     assert Cuda().bind(problem, pack(problem, weights)).options == {"workspace", "expert_map", "x_scales"}
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
@@ -195,9 +194,7 @@ def test_x_that_is_quantized_already_and_experts_elsewhere(
     problem = problem_of(weights, activations="fp8_group128")
     x, routing = random_call(tokens, 256, 5, 2, torch.bfloat16)
     x[3, :128] = 0
-    libraries = {
-        unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", config.kernels.unit("fp8_block128"))
-    }
+    libraries = compile_units(config.kernels.unit("fp8_block128"))
     expected, _ = run_emulated(monkeypatch, libraries, weights, x, routing, config, activations="fp8_group128")
     packed = pack(problem, weights)
     monkeypatch.setattr(modules, "kernel", Emulator(libraries, list(packed.tensors.values())))

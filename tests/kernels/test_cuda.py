@@ -28,7 +28,7 @@ from polymoe.kernels.cuda.spec import (
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
-from support.cuda_instructions_budget import MMA_COSTS, instructions
+from support.cuda_instructions_budget import DISASSEMBLED, MMA_COSTS, instructions
 from support.problems import problem_of, random_experts
 
 SOURCES = Path(modules.__file__).parent
@@ -235,7 +235,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, family: KernelF
     assert made[-1].grid == (10, 1)  # tokens come first: more than 65535 CTAs fit only there
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", DISASSEMBLED)
 @pytest.mark.parametrize("part", W4A16_MMA.parts)
 def test_instructions_that_eight_weights_cost(format: str, part: str) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
@@ -247,7 +247,7 @@ def test_instructions_that_eight_weights_cost(format: str, part: str) -> None:
     assert cost[8] <= MMA_COSTS[format]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", DISASSEMBLED)
 @pytest.mark.parametrize("part", W4A16_WGMMA.parts)
 @pytest.mark.parametrize("block_m", W4A16_WGMMA.tiles)
 def test_mma_runs_while_weights_are_dequantized(format: str, part: str, block_m: int) -> None:

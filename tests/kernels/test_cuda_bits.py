@@ -10,8 +10,7 @@ from polymoe.kernels.cuda import bits, modules
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts.cuda import bits as layouts
 from polymoe.layouts.cuda import w4a8_fragments, w4a16_fragments, w8a16_fragments
-from support.cuda_emulator import Emulator
-from support.cuda_families import emulated, library
+from support.cuda_emulator import Emulator, compile_units, emulated
 
 pytestmark = emulated
 COLUMNS = {
@@ -31,7 +30,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor]) -> list[int]
         launches.append(words.numel() // 4)
         bits.copy_bits(to, words, positions, SM90, 0)
 
-    monkeypatch.setattr(modules, "kernel", Emulator({"bits": library("bits")}, tensors))
+    monkeypatch.setattr(modules, "kernel", Emulator(compile_units(), tensors))
     monkeypatch.setattr(layouts, "copy_bits", copy)
     return launches
 

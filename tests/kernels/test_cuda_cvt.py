@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
 from fractions import Fraction
 
 import pytest
@@ -20,10 +19,10 @@ from polymoe.kernels.cuda.launch.args import GemmArgs
 from polymoe.kernels.cuda.targets import SM90, TARGETS
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import Emulator, compile_files, compile_unit
+from support.cuda_emulator import Emulator, compile_files, compile_units, emulated
 from support.problems import problem_of, random_call, random_experts
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+pytestmark = emulated
 
 SMALL = """
 #include "dequant/fp4_cvt.cuh"
@@ -227,14 +226,14 @@ def test_sums_of_random_numbers_follow_the_rule(small: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-@pytest.mark.parametrize("name", ["sm100", "sm120"])
+@pytest.mark.parametrize("name", ["sm120", pytest.param("sm100", marks=pytest.mark.slow)])
 def test_tensor_cores_sums_are_those_of_sm90(monkeypatch: pytest.MonkeyPatch, format: str, name: str) -> None:
     """SM90's operands and sums are a power of two smaller, and every bit is the same."""
     weights = random_experts(format, hidden=336, intermediate=208, gated=format != "nvfp4", experts=2)
     x, routing = random_call(5, 336, 2, 1, torch.bfloat16)
     outs = []
     for target in (SM90, TARGETS[name]):
-        units = {unit: compile_unit(unit, target) for unit in ("permute", "finalize", f"w4a16_mma_{format}")}
+        units = compile_units(f"w4a16_mma_{format}", target=target)
         config = CudaConfig("w4a16_mma", 8, 64)
         outs.append(
             run_emulated(monkeypatch, units, weights, x, routing, config, blocks=1, target=target, aligned=True)[0]

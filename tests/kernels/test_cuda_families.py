@@ -15,16 +15,18 @@ from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.cuda_calls import run_emulated
-from support.cuda_families import KERNELS, Kernels, emulated, libraries
+from support.cuda_emulator import emulated
+from support.cuda_families import KERNELS, Kernels, libraries
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = emulated
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EVERY = [
-    pytest.param(kernels, config, coarse, id=f"{config}{', coarse' * coarse}")
+    pytest.param(kernels, config, coarse, id=f"{config}{', coarse' * coarse}", marks=marks)
     for kernels in KERNELS.values()
-    for config in kernels.configs
+    for configs, marks in ((kernels.configs, ()), (kernels.more, pytest.mark.slow))
+    for config in configs
     for coarse in kernels.sums
 ]
 

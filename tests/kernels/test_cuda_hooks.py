@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from polymoe.kernels.cuda.targets import SM90
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import ARGS, compile_files, compile_unit, sources
+from support.cuda_emulator import ARGS, compile_files, compile_units, emulated, sources
 from support.problems import problem_of, random_call, random_experts
 
 HOOKS = "epilogue/hooks.cuh"
@@ -35,7 +35,7 @@ def _hooked(unit: str) -> object:
     return compile_files(files, SM90.units[unit], ARGS.get(unit, ("GemmArgs",)), f"{unit}_hooked")
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     ("format", "mode", "config"),
     [
@@ -66,7 +66,7 @@ def test_hooks_see_each_sum_once(monkeypatch: pytest.MonkeyPatch, format: str, m
         return replace(weights.expert(e), gate_bias=fifths - 0.5, up_bias=sevenths + e, down_bias=fifths + e)
 
     unit = config.kernels.unit(format)
-    units = {unit: _hooked(unit), **{name: compile_unit(name) for name in ("permute", "finalize", "quantize")}}
+    units: dict[str, Any] = {**compile_units(), unit: _hooked(unit)}
     x, routing = random_call(12, hidden, 3, 2, torch.bfloat16)
     out, _ = run_emulated(monkeypatch, units, weights, x, routing, config, activations=mode)
     same = ExpertWeights(replace(weights.spec, bias=True), biased)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import shutil
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,20 +21,15 @@ from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import compile_files, compile_unit
-from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, TILED_COSTS, instructions
+from support.cuda_emulator import compile_files, compile_units, emulated
+from support.cuda_instructions_budget import CVT_COSTS, DISASSEMBLED, MMA_COSTS, TILED_COSTS, instructions
 from support.cuda_targets import TEST_TARGETS
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 SM120 = TARGETS["sm120"]
 
 
-@cache
-def library(unit: str, target: Target) -> ctypes.CDLL:
-    return compile_unit(unit, target)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     "format",
     [
@@ -53,7 +45,7 @@ def test_x_in_stages_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, format
     weights, x, routing = awkward_layer(format, intermediate)
     outs = []
     for target in (SM90, SM120):
-        units = {name: library(name, target) for name in ("permute", "finalize", f"w4a16_mma_{format}")}
+        units = compile_units(f"w4a16_mma_{format}", target=target)
         arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", 8, 64))
         activation = {"activation": GPT_OSS} if weights.spec.gated else {}
         out, _ = run_emulated(monkeypatch, *arguments, blocks=2, target=target, **activation)
@@ -75,7 +67,7 @@ def awkward_layer(format: str, intermediate: int, hidden: int = 1104) -> tuple[E
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     ("path", "text", "instead"),
     [
@@ -89,8 +81,7 @@ def test_a_missing_wait_shows(monkeypatch: pytest.MonkeyPatch, path: str, text: 
     assert text in files[path]
     files[path] = files[path].replace(text, instead)
     weights, x, routing = awkward_layer("mxfp4", 592, hidden=560)
-    units = {name: library(name, SM120) for name in ("permute", "finalize")}
-    unit = "w4a16_mma_mxfp4"
+    units, unit = compile_units(target=SM120), "w4a16_mma_mxfp4"
     units[unit] = compile_files(files, SM120.units[unit], ("FewRowsArgs",), "mutant", SM120.defines)
     arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", 8, 64))
     try:
@@ -101,12 +92,13 @@ def test_a_missing_wait_shows(monkeypatch: pytest.MonkeyPatch, path: str, text: 
     assert not relative_error(out, expected) < TOLERANCE
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     ("format", "gated"),
     [
         ("mxfp4", True),
-        ("nvfp4", False),
+        ("mxfp4", False),
+        pytest.param("nvfp4", False, marks=pytest.mark.slow),
         *(pytest.param(format, True, marks=pytest.mark.slow) for format in W4_FORMATS if format.startswith("int4")),
     ],
 )
@@ -118,7 +110,7 @@ def test_many_rows_by_mma(monkeypatch: pytest.MonkeyPatch, format: str, gated: b
     routing.topk_ids_TA[:, 0] = 1
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 4, 4])
     routing.topk_weights_TA[0, 0] = float("nan")
-    units = {name: library(name, SM120) for name in ("permute", "finalize", f"w4a16_mma_tiled_{format}")}
+    units = compile_units(f"w4a16_mma_tiled_{format}", target=SM120)
     kwargs: dict[str, Any] = {"activation": GPT_OSS, "weight_on": "input"} if gated else {}
     config = CudaConfig("w4a16_mma_tiled", *W4A16_MMA_TILED.tiles)
     out, _ = run_emulated(monkeypatch, units, weights, x, routing, config, target=SM120, **kwargs)
@@ -148,7 +140,7 @@ def test_registers_and_shared_memory(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", [TARGETS["sm100"], SM120], ids=lambda t: t.name)
-@pytest.mark.parametrize("format", W4_FORMATS)
+@pytest.mark.parametrize("format", DISASSEMBLED)
 def test_instructions_that_eight_weights_cost(target: Target, format: str) -> None:
     """A budget, as for SM90 and less where instructions convert FP4."""
     cost = instructions().mma_costs(format, "gate_up", 8, target)

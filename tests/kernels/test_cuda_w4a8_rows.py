@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +16,17 @@ from polymoe.kernels.cuda.spec import W4A8_ROWS, W4A8_ROWS_FAST
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import compare_each_token, run_emulated
-from support.cuda_emulator import compile_files, compile_unit
+from support.cuda_emulator import compile_files, compile_units, emulated
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
 CONFIGS = [*(CudaConfig("w4a8_rows", rows) for rows in W4A8_ROWS.tiles), CudaConfig("w4a8_rows", 128, narrow_m=32)]
 
-emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    gemms = (family.unit("mxfp4") for family in (W4A8_ROWS, W4A8_ROWS_FAST))
-    return {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", *gemms)}
+    return compile_units(*(family.unit("mxfp4") for family in (W4A8_ROWS, W4A8_ROWS_FAST)))
 
 
 @pytest.fixture(scope="module", params=["int4_g128", "int4_g128_zp"])
@@ -39,7 +36,7 @@ def int4(request: Any) -> tuple[str, dict[str, ctypes.CDLL]]:
     tiles = {rows: replace(W4A8_ROWS.tiles[rows], widths=()) for rows in (32, 128)}
     files["instantiations/two_tiles.cu"] = unit_source(replace(W4A8_ROWS, tiles=tiles), request.param)
     library = compile_files(files, "instantiations/two_tiles.cu", ("GemmArgs",), f"{unit}_two_tiles")
-    return request.param, {**{name: compile_unit(name) for name in ("permute", "finalize", "quantize")}, unit: library}
+    return request.param, {**compile_units(), unit: library}
 
 
 def every_code(format: str, **sizes: Any) -> ExpertWeights:
@@ -81,7 +78,7 @@ def test_int4(monkeypatch: pytest.MonkeyPatch, int4: Any, rows: int) -> None:
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g128_zp"])
 def test_every_configuration_of_int4(monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig) -> None:
     """Every width; sums of 14 bits, which no group makes longer."""
-    libraries = {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", W4A8_ROWS.unit(format))}
+    libraries = compile_units(W4A8_ROWS.unit(format))
     weights = with_input_scales(every_code(format, hidden=320, intermediate=192, experts=2, bias=True))
     x, routing = random_call(config.block_m + 20, 320, 2, 2, torch.bfloat16)
     for mode in ("fp8_token", "fp8_static"):

@@ -3,31 +3,22 @@ emulated, and the bits that they decode."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-from functools import cache
-
 import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.targets import TARGETS, Target
+from polymoe.kernels.cuda.targets import TARGETS
 from polymoe.layouts.cuda.bits import move_bits
 from polymoe.layouts.cuda.w8a16_fragments import E4M3_BITS
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import compile_unit
+from support.cuda_emulator import compile_units, emulated
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+pytestmark = emulated
 MMA = CudaConfig("w8a16_mma", 8, 64)
 TILED = CudaConfig("w8a16_mma_tiled", 96)
-library = cache(compile_unit)
-
-
-def libraries(family: str, target: Target) -> dict[str, ctypes.CDLL]:
-    return {unit: library(unit, target) for unit in ("permute", "finalize", f"{family}_mxfp8")}
 
 
 def test_other_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +27,7 @@ def test_other_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     call = random_call(9, 592, 5, 3, torch.bfloat16)
     outs = []
     for target in (TARGETS["sm90"], TARGETS["sm120"]):
-        units = libraries("w8a16_mma", target)
+        units = compile_units("w8a16_mma_mxfp8", target=target)
         outs.append(run_emulated(monkeypatch, units, weights, *call, MMA, target=target)[0])
     assert torch.equal(*outs)
 
@@ -61,7 +52,7 @@ def test_many_rows_by_mma_have_the_bits_of_wgmma(
     options = {"activation": GPT_OSS, "weight_on": "input"} if gated else {}
     outs = []
     for target, config in ((TARGETS["sm90"], CudaConfig("w8a16_wgmma", 128)), (TARGETS["sm120"], TILED)):
-        units = libraries(config.family, target)
+        units = compile_units(f"{config.family}_mxfp8", target=target)
         call = (units, weights, x, routing, config)
         outs.append(run_emulated(monkeypatch, *call, out_dtype=torch.float32, target=target, **options)[0])
     assert torch.equal(*outs)

@@ -21,8 +21,8 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import gpu, pack, quantized_rows, run_emulated
-from support.cuda_emulator import Emulator
-from support.cuda_families import KERNELS, emulated, libraries, library
+from support.cuda_emulator import Emulator, compile_units, emulated
+from support.cuda_families import KERNELS, libraries
 from support.cuda_instructions_budget import instructions
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
@@ -117,7 +117,7 @@ def test_experts_of_this_rank(monkeypatch: pytest.MonkeyPatch, coarse: bool) -> 
 def test_rows_are_rounded_as_the_reference_rounds_them(
     monkeypatch: pytest.MonkeyPatch, columns: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(modules, "kernel", Emulator({"quantize": library("quantize")}, []))
+    monkeypatch.setattr(modules, "kernel", Emulator(compile_units(), []))
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
     out = quantized_rows("quantize_rows", x)

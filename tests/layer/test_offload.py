@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import gpu, pack
-from support.cuda_emulator import Emulator, compile_unit
+from support.cuda_emulator import Emulator, compile_units, emulated
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, torn
 
 ROOT = Path(__file__).parents[2]
@@ -334,16 +333,16 @@ def test_placement_is_least_recently_used() -> None:
             assert cache.slot_of == {e: slot for _, slot, e in table.rows if e >= 0}
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 def test_kernels_place_and_fetch_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own source, emulated: placement, copies, and the ids of slots, those of no expert among them."""
-    library = compile_unit("slots")
+    library = compile_units()
     for number, (experts, slots, calls) in enumerate(traces(12)):
         first, g = 5, torch.Generator().manual_seed(number)
         host = [torch.randint(256, (experts, size), dtype=torch.uint8, generator=g) for size in (16 * 4099, 4, 48)]
         rows = [torch.full((slots, t.shape[1]), 255, dtype=torch.uint8) for t in host]
         with monkeypatch.context() as patch:
-            patch.setattr(modules, "kernel", Emulator({"slots": library}, [], seed=number))
+            patch.setattr(modules, "kernel", Emulator(library, [], seed=number))
             launches = SlotLaunches(SM90, first, experts, rows, [t.data_ptr() for t in host])
             table, counts = Recency(slots), [0, 0]
             for step, needed in enumerate(calls[:10], start=1):
@@ -360,11 +359,11 @@ def test_kernels_place_and_fetch_as_the_table_says(monkeypatch: pytest.MonkeyPat
             assert list(launches.counts()) == counts
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_kernels_place_short_traces(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Placement alone, of many sizes, by the emulated source."""
-    monkeypatch.setattr(modules, "kernel", Emulator({"slots": compile_unit("slots")}, []))
+    monkeypatch.setattr(modules, "kernel", Emulator(compile_units(), []))
     for experts, slots, calls in traces(count):
         host = torch.arange(experts, dtype=torch.uint8)[:, None].repeat(1, 16)
         row, table = torch.empty(slots, 16, dtype=torch.uint8), Recency(slots)
@@ -384,18 +383,18 @@ def waves_of(needed: list[int], table: Recency) -> list[list[int]]:
     return [sorted(ordered[at : at + count]) for at in range(0, len(ordered), count)]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 def test_waves_place_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that need more experts than there are slots, by the kernel's source, emulated, and on a CPU. Waves that
     nobody needs place nothing."""
-    rng, library = random.Random(1), compile_unit("slots")
+    rng, library = random.Random(1), compile_units()
     spec = random_experts("mxfp4", experts=20).spec
     for number in range(12):
         slots, first = rng.randrange(2, 19), spec.first_expert
         host = [torch.arange(20, dtype=torch.uint8)[:, None].repeat(1, 16)]
         rows, cpu_rows = ([torch.full((slots, 16), 255, dtype=torch.uint8)] for _ in range(2))
         with monkeypatch.context() as patch:
-            patch.setattr(modules, "kernel", Emulator({"slots": library}, [], seed=number))
+            patch.setattr(modules, "kernel", Emulator(library, [], seed=number))
             launches = SlotLaunches(SM90, first, 20, rows, [t.data_ptr() for t in host])
             cpu, table, step = CpuSlots(spec, cpu_rows, host), Recency(slots), 0
             for _ in range(6):
@@ -440,7 +439,7 @@ class LoopedSlots:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     ("format", "unit", "activations", "config"),
     [
@@ -455,13 +454,12 @@ def test_waves_of_the_cuda_kernels(
 ) -> None:
     """Bitwise a resident layer's results, by all kernels' own source, emulated: rows of y by expanded row in float32,
     and by permuted row in bfloat16."""
-    libraries = {name: compile_unit(name) for name in ("permute", "finalize", "quantize", "slots", unit)}
     weights = random_experts(format, experts=6, hidden=384, intermediate=256, bias=True)
     problem = problem_of(weights, GPT_OSS, activations=activations)
     packed = pack(problem, weights)
     host = list(packed.tensors.values())
     rows = {name: torch.full_like(t[:3].view(torch.uint8), 255).view(t.dtype) for name, t in packed.tensors.items()}
-    monkeypatch.setattr(modules, "kernel", Emulator(libraries, [*host, *rows.values()]))
+    monkeypatch.setattr(modules, "kernel", Emulator(compile_units(unit), [*host, *rows.values()]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(3))
     resident, runner = (CudaRunner(problem, p, SM90) for p in (packed, Packed(packed.layout, packed.spec, rows)))
     slots: Any = LoopedSlots(SlotLaunches(SM90, 0, 6, list(rows.values()), [t.data_ptr() for t in host]))

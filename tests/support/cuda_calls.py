@@ -187,6 +187,7 @@ def compare_each_token(
     return made
 
 
+@cache
 def names(unit: str, target: Target = SM90) -> set[str]:
     """Kernels of a compiled source file."""
     found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.read_cubin(unit, target))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,11 +16,8 @@ from polymoe.kernels.cuda import spec
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import compare_each_token, run_emulated
-from support.cuda_emulator import compile_unit
+from support.cuda_emulator import compile_units
 from support.problems import problem_of, random_experts, with_input_scales
-
-emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-library = cache(compile_unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +26,7 @@ class Kernels:
 
     Attributes:
         configs: the configurations that are run.
+        more: of the same kernels in other sizes, for slow tests.
         format: of the weights.
         modes: quantizations of x and h.
         hidden, intermediate: sizes with what is not whole: tiles, stages, blocks.
@@ -41,6 +37,7 @@ class Kernels:
     """
 
     configs: list[CudaConfig]
+    more: Sequence[CudaConfig] = ()
     format: str
     modes: Sequence[str]
     hidden: int
@@ -49,6 +46,11 @@ class Kernels:
     most_tokens: int = 300
     sums: Sequence[bool] = (False,)
     error: float = TOLERANCE
+
+    @property
+    def params(self) -> list[Any]:
+        """All configurations, as parameters of tests."""
+        return [*self.configs, *(pytest.param(config, marks=pytest.mark.slow) for config in self.more)]
 
     def experts(self, **kwargs: Any) -> ExpertWeights:
         """Random ones, with scales of x and h where these are static."""
@@ -77,11 +79,12 @@ class Kernels:
 
 def libraries(config: CudaConfig, format: str) -> dict[str, ctypes.CDLL]:
     """The units that a call takes."""
-    return {unit: library(unit) for unit in ("permute", "finalize", "quantize", config.kernels.unit(format))}
+    return compile_units(config.kernels.unit(format))
 
 
-def configs(family: spec.KernelFamily) -> list[CudaConfig]:
-    return [CudaConfig(family.name, rows) for rows in family.tiles]
+def configs(family: spec.KernelFamily, *rows: int) -> list[CudaConfig]:
+    """A family's, with tiles of so many rows, or with all."""
+    return [CudaConfig(family.name, block_m) for block_m in rows or family.tiles]
 
 
 MMA_SIZES = [(16, 16, 1), (192, 176, 22), (1040, 256, 2), (80, 592, 2)]
@@ -89,30 +92,34 @@ E4M3_SIZES = [(128, 128, 1), (256, 384, 22), (1152, 128, 2)]
 KERNELS = {
     "w4a16": Kernels(
         configs=[
-            CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_mma_ordered", 8, 64), *configs(spec.W4A16_WGMMA),
-            CudaConfig("w4a16_wgmma", 32, 0, 64), *(CudaConfig("w4a16_wgmma", 128, narrow_m=rows) for rows in (32, 64)),
+            CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_mma_ordered", 8, 64),
+            *configs(spec.W4A16_WGMMA, 32, 256), CudaConfig("w4a16_wgmma", 32, 0, 64),
+            CudaConfig("w4a16_wgmma", 128, narrow_m=32),
         ],
+        more=[*configs(spec.W4A16_WGMMA, 64, 128), CudaConfig("w4a16_wgmma", 128, narrow_m=64)],
         format="mxfp4", modes=["16bit"], hidden=336, intermediate=272, sizes=MMA_SIZES, most_tokens=60,
     ),
     "w8a16": Kernels(
         configs=[
             CudaConfig("w8a16_mma", 8, 64), CudaConfig("w8a16_wgmma", 32), CudaConfig("w8a16_wgmma", 256),
-            CudaConfig("w8a16_wgmma", 32, 0, 64), CudaConfig("w8a16_wgmma", 128, narrow_m=32),
         ],
+        more=[CudaConfig("w8a16_wgmma", 32, 0, 64), CudaConfig("w8a16_wgmma", 128, narrow_m=32)],
         format="mxfp8", modes=["16bit"], hidden=336, intermediate=208, most_tokens=60,
         sizes=[(16, 16, 1), (96, 592, 22), (1040, 160, 2)],
     ),
     "bf16": Kernels(
-        configs=configs(spec.BF16), format="bf16", modes=["16bit"], hidden=336, intermediate=272,
+        configs=configs(spec.BF16, 32, 160), more=configs(spec.BF16, 64, 128), format="bf16", modes=["16bit"],
+        hidden=336, intermediate=272,
         sizes=[(16, 16, 1), (192, 176, 22), (1152, 128, 2)],
     ),
     "w4a8": Kernels(
-        configs=[*configs(spec.W4A8), CudaConfig("w4a8", 128, narrow_m=32)],
+        configs=[*configs(spec.W4A8, 16), CudaConfig("w4a8", 128, narrow_m=32)], more=configs(spec.W4A8, 32, 64, 128),
         format="mxfp4", modes=["fp8_group128"], hidden=192, intermediate=320,
         sizes=[(128, 192, 22), (448, 64, 2), (256, 384, 2)], sums=[False, True], error=5e-3,
     ),
     "w4a8_rows": Kernels(
-        configs=[*configs(spec.W4A8_ROWS), CudaConfig("w4a8_rows", 128, narrow_m=32)],
+        configs=[*configs(spec.W4A8_ROWS, 32), CudaConfig("w4a8_rows", 128, narrow_m=32)],
+        more=configs(spec.W4A8_ROWS, 64, 128),
         format="mxfp4", modes=["fp8_token", "fp8_static"], hidden=320, intermediate=192, sizes=[(128, 64, 1)], error=0,
     ),
     "w4a8_rows_fast": Kernels(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CVT_COSTS", "MMA_COSTS", "TILED_COSTS", "instructions"]
+__all__ = ["CVT_COSTS", "DISASSEMBLED", "MMA_COSTS", "TILED_COSTS", "instructions"]
 
 
 def instructions() -> Any:
@@ -28,6 +28,11 @@ MMA_COSTS = {
     "int4_g32_zp": 17.5,
     "int4_g128_zp": 17.0,
 }
+
+DISASSEMBLED = [
+    name if name in ("mxfp4", "nvfp4", "int4_g32") else pytest.param(name, marks=pytest.mark.slow) for name in MMA_COSTS
+]
+"""Formats whose kernels are disassembled, which takes seconds each; those of INT4 differ little."""
 
 CVT_COSTS = {"mxfp4": 10.0, "nvfp4": 14.0}
 """Where instructions convert the codes and their scales."""

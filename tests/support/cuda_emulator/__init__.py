@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from filelock import FileLock
 
 from polymoe.kernels.cuda.build import included, sources
@@ -26,30 +29,46 @@ from polymoe.kernels.cuda.spec import (
 )
 from polymoe.kernels.cuda.targets import SM90, Target
 
-__all__ = ["Emulator", "compile_files", "compile_unit"]
+__all__ = ["Emulator", "compile_files", "compile_unit", "compile_units", "emulated"]
 
+emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 HERE = Path(__file__).parent
 FEW_ROWS = (W4A16_MMA, W4A16_MMA_ORDERED, W8A16_MMA)
 ROUNDING = (W8A8_MMA, W8A8_MMA_ORDERED, W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL)
-ARGS = {
+AROUND = {
     "slots": ("PlaceExpertsArgs", "FetchExpertsArgs"),
     "bits": ("MoveBitsArgs",),
     "permute": ("PermutationArgs", "PermuteArgs"),
     "finalize": ("FinalizeArgs",),
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs", "QuantizeWholeRowsArgs"),
+}
+"""Structures that the kernels around the GEMMs take, by unit. These are compiled together: most of the time that one
+takes goes to headers."""
+ARGS = {
     **{f.unit(format): ("RoundingArgs",) for f in ROUNDING for format in f.formats},
     **{f.unit(format): ("FewRowsArgs",) for f in FEW_ROWS for format in f.formats},
 }
-"""Structures that a unit's kernels take; those of the others take GemmArgs."""
+"""Structures that kernels of a unit of GEMMs take; those of the others take GemmArgs."""
 # Ubuntu's g++ defines _FORTIFY_SOURCE, whose longjmp ends a program that jumps to another stack, as the emulator does.
 COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-U_FORTIFY_SOURCE", "-std=c++17", "-w")
 UNUSED_DAYS = 14
 """After which a compiled library is removed."""
 
 
+@cache
 def compile_unit(unit: str, target: Target = SM90) -> ctypes.CDLL:
-    """One of the kernels' units as a shared library, configured as for ``target``."""
-    return compile_files(sources(), target.units[unit], ARGS.get(unit, ("GemmArgs",)), unit, target.defines)
+    """A shared library with the kernels of a unit, configured as for ``target``."""
+    files = sources()
+    if unit not in AROUND:
+        return compile_files(files, target.units[unit], ARGS.get(unit, ("GemmArgs",)), unit, target.defines)
+    files["around.cu"] = "".join(f'#include "{target.units[name]}"\n' for name in AROUND)
+    args = tuple(struct for structs in AROUND.values() for struct in structs)
+    return compile_files(files, "around.cu", args, "around", target.defines)
+
+
+def compile_units(*units: str, target: Target = SM90) -> dict[str, ctypes.CDLL]:
+    """What a call takes: libraries of the kernels around the GEMMs, and of units of these, by unit."""
+    return {unit: compile_unit(unit, target) for unit in (*AROUND, *units)}
 
 
 def compile_files(
@@ -74,8 +93,7 @@ def compile_files(
     texts = {
         path: text.replace("extern __shared__", "extern").replace("__shared__", "static") for path, text in read.items()
     }
-    version = subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True, text=True).stdout
-    key = hashlib.sha256(repr((COMPILER, version, sorted(texts.items()))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((COMPILER, _compiler_version(), sorted(texts.items()))).encode()).hexdigest()[:16]
     folder = _folder()
     target = folder / f"{name}.{key}.so"
     with FileLock(f"{target}.lock"):
@@ -87,6 +105,11 @@ def compile_files(
     library = ctypes.CDLL(str(target))
     library.emulate.restype = ctypes.c_char_p
     return library
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def _folder() -> Path:

@@ -9,10 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
 #include <ucontext.h>
 #include <vector>
 
@@ -82,10 +78,10 @@ struct Thread {
     bool done = false, started = false;
     jmp_buf at;
     ucontext_t context;
-    std::unique_ptr<char[]> stack;
-    std::vector<Product> open;                // products of no group yet
-    std::deque<std::vector<Product>> groups;  // under way
-    std::vector<Copy> copies;                 // that no barrier waits for yet
+    std::vector<char> stack;
+    std::vector<Product> open;                 // products of no group yet
+    std::vector<std::vector<Product>> groups;  // under way, the first one first
+    std::vector<Copy> copies;                  // that no barrier waits for yet
 };
 
 // Lanes of a warp, or threads of a barrier, that meet.
@@ -96,24 +92,32 @@ struct Meeting {
 };
 
 struct Barrier {
+    uint32_t address;
     int arrivals, pending;
     long bytes;
     uint32_t phase;
+};
+
+struct Range {
+    const uint8_t* start;
+    long size;
 };
 
 struct Block {
     std::vector<Thread> threads;
     Thread* now = nullptr;
     jmp_buf scheduler;
-    std::function<void()> kernel;
-    std::map<int, Meeting> warps, named;
-    std::map<uint32_t, Barrier> barriers;
+    void (*call)(void*, const void*);  // calls the kernel with its arguments
+    void* kernel;
+    const void* args;
+    Meeting warps[32], named[16];
+    std::vector<Barrier> barriers;
     std::vector<Copy> copies;
     Index block, grid;
     int size, shared_bytes;
     bool moved, waited, copied;
     char error[256];
-    std::vector<std::pair<const uint8_t*, long>> ranges;  // of global memory: copies stay inside
+    std::vector<Range> ranges;  // of global memory: copies stay inside
 };
 
 inline Block here;
@@ -156,7 +160,7 @@ void meet_warp(void* brought, Work work) {
 }
 
 inline void enter() {
-    here.kernel();
+    here.call(here.kernel, here.args);
     here.now->done = here.moved = true;
     _longjmp(here.scheduler, 1);
 }
@@ -166,9 +170,10 @@ inline void check_barrier(Barrier& barrier) {
 }
 
 inline Barrier& barrier_at(uint32_t address) {
-    auto found = here.barriers.find(address);
-    if (found == here.barriers.end()) fail("a barrier that was never made");
-    return found->second;
+    for (Barrier& barrier : here.barriers) {
+        if (barrier.address == address) return barrier;
+    }
+    fail("a barrier that was never made");
 }
 
 inline void land(size_t which) {
@@ -184,7 +189,9 @@ inline void land(size_t which) {
 
 inline bool run_block() {
     for (auto& t : here.threads) t.done = t.started = false, t.open.clear(), t.groups.clear(), t.copies.clear();
-    here.warps.clear(), here.named.clear(), here.barriers.clear(), here.copies.clear();
+    for (auto& meeting : here.warps) meeting.arrived = 0;
+    for (auto& meeting : here.named) meeting.arrived = 0;
+    here.barriers.clear(), here.copies.clear();
     here.waited = here.copied = false;
     // Between _setjmp and _longjmp nothing here but volatile and static values counts.
     static size_t next, turn;
@@ -218,7 +225,7 @@ inline bool run_block() {
         if (t.started) _longjmp(t.at, 1);
         t.started = true;
         getcontext(&t.context);
-        t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = kStack, t.context.uc_link = nullptr;
+        t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = kStack, t.context.uc_link = nullptr;
         makecontext(&t.context, enter, 0);
         setcontext(&t.context);
     }
@@ -288,6 +295,22 @@ inline float float16(uint16_t bits) {
 // Whether e4m3 products are added as Hopper's tensor cores do.
 inline bool coarse = false;
 
+// Of zeros and of subnormal numbers -126.
+inline int exponent_of(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    return max(static_cast<int>(bits >> 23 & 0xFF), 1) - 127;
+}
+
+inline double power_of_two(int exponent) {
+    const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+    double v;
+    memcpy(&v, &bits, 8);
+    return v;
+}
+
+inline int first_bit(long units) { return 63 - __builtin_clzl(labs(units)); }
+
 // 32 products and the sum so far, all at once: each is cut off 13 bits behind the largest one's first bit, and so is
 // the new sum. An H200's sums of 128 columns equal these to the bit in 0.87 of cases.
 inline float add_coarsely(float sum, const float (&products)[32]) {
@@ -296,18 +319,16 @@ inline float add_coarsely(float sum, const float (&products)[32]) {
     for (float p : products) largest = fabsf(p) > largest ? fabsf(p) : largest, plain += p;
     if (largest == 0.0f || plain != plain) return plain;
     const int unit = ilogbf(largest) - kBits;
-    const double scale = ldexp(1.0, -unit);
+    const double scale = power_of_two(-unit);
     long units = static_cast<long>(sum * scale);
     for (float p : products) units += static_cast<long>(p * scale);
     if (units == 0) return 0.0f;
-    const int cut = max(0, ilogb(static_cast<double>(labs(units))) - kBits);
-    return ldexpf(static_cast<float>(units / (1L << cut)), unit + cut);
+    const int cut = max(0, first_bit(units) - kBits);
+    return static_cast<float>(static_cast<double>(units / (1L << cut)) * power_of_two(unit + cut));
 }
 
 // Whether products of bfloat16 are added as tensor cores do.
 inline bool aligned = false;
-
-inline int exponent_of(float v) { return v == 0.0f ? -126 : max(ilogbf(v), -126); }
 
 // Products and the sum so far, all at once, by the rule that MMA-Sim found (arXiv 2511.10909): the largest exponent is
 // that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off some bits behind
@@ -321,13 +342,13 @@ inline float add_at_once(float sum, const float* a, const float* b) {
         largest = max(largest, exponent_of(a[k]) + exponent_of(b[k]));
     }
     if (plain != plain || std::isinf(plain)) return static_cast<float>(plain);
-    const double scale = ldexp(1.0, BITS - largest);
+    const double scale = power_of_two(BITS - largest);
     long units = static_cast<long>(sum * scale);
     for (int k = 0; k < COUNT; ++k) units += static_cast<long>(static_cast<double>(a[k]) * b[k] * scale);
     if (units == 0) return 0.0f;
-    const int unit = largest - BITS, bits = ilogb(static_cast<double>(labs(units)));
-    const int cut = min(40, max(0, max(bits - 23, -149 - unit)));  // there are fewer than 40 bits
-    return static_cast<float>(ldexp(static_cast<double>(units / (1L << cut)), unit + cut));
+    const int unit = largest - BITS;
+    const int cut = min(40, max(0, max(first_bit(units) - 23, -149 - unit)));  // there are fewer than 40 bits
+    return static_cast<float>(static_cast<double>(units / (1L << cut)) * power_of_two(unit + cut));
 }
 
 // 16 products, from Hopper on.
@@ -522,10 +543,10 @@ extern "C" const char* emulate(void (*call)(void*, const void*), void* kernel, c
         here.threads = std::vector<emulator::Thread>(threads);
         for (int i = 0; i < threads; ++i) {
             here.threads[i].index = {i, 0}, here.threads[i].number = i;
-            here.threads[i].stack.reset(new char[emulator::kStack]);
+            here.threads[i].stack.resize(emulator::kStack);
         }
     }
-    here.kernel = [=] { call(kernel, args); };
+    here.call = call, here.kernel = kernel, here.args = args;
     srandom(seed);
     here.grid = {grid_x, grid_y}, here.size = threads, here.shared_bytes = shared_bytes;
     here.ranges.clear();

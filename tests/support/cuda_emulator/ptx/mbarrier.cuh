@@ -5,7 +5,8 @@
 namespace polymoe {
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
-    here.barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};
+    const int count = static_cast<int>(arrivals);
+    here.barriers.push_back({barrier, count, count, 0, 0});
 }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -17,8 +18,7 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 }
 inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-    auto& b = emulator::barrier_at(barrier);
-    emulator::wait_until([&] { return (b.phase & 1) != parity; });
+    emulator::wait_until([=] { return (emulator::barrier_at(barrier).phase & 1) != parity; });
 }
 inline void named_barrier_sync(int name, int threads) {
     emulator::meet(here.named[name], here.now->number, threads, nullptr, [](void**) {});

@@ -57,7 +57,7 @@ inline void wgmma_wait() {
                     p->fresh);
             });
         }
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
 }
 
