@@ -84,6 +84,14 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(scope="session")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained Qwen3 checkpoint with all weights in BF16."""
+    from support.requantized import write
+
+    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """A server around the trained checkpoint, in a thread of this process."""
     from support.serving import running_server

@@ -27,7 +27,6 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.formats.elements import E2M1_VALUES
 from polymoe.layer.experts import FusedExperts
 from polymoe.machine import Machine
-from support.requantized import write
 
 MODELS = Path(__file__).parents[2] / "models"
 SUMS = MODELS / "sums-gpt-oss-mxfp4"
@@ -141,11 +140,11 @@ def test_json_of_one_way_has_no_ratios(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "int4_g128"])
-def test_experts_that_are_quantized_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
+def test_experts_that_are_quantized_while_loading(cli: Cli, bf16: Path, tmp_path: Path, format: str) -> None:
     """The dequantized model has the same numbers, so that its logits are those of the packed one."""
-    path, out = write("BF16", tmp_path / "bf16"), tmp_path / "r.jsonl"
+    out = tmp_path / "r.jsonl"
     args = ("--experts", format, "--batch-size", 2, "--implementations", "grouped_mm", "--out", out)
-    code, _, stderr = cli("bench", "decode", path, *SMALL, *args)
+    code, _, stderr = cli("bench", "decode", bf16, *SMALL, *args)
     assert code == 0, stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["experts"], r["phase"]) for r in rows] == [
@@ -153,7 +152,7 @@ def test_experts_that_are_quantized_while_loading(cli: Cli, tmp_path: Path, form
     ]
     assert {r["checkpoint"] for r in rows} == {f"bf16-{format}"}
     assert rows[2]["difference"] < 0.02
-    assert f"transformers-packed: {path} packed by Transformers" in stderr
+    assert f"transformers-packed: {bf16} packed by Transformers" in stderr
     assert f"got {format} while loading" in stderr
 
 

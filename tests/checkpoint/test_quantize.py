@@ -28,17 +28,12 @@ from polymoe.errors import ArgumentError, CheckpointError, FormatError
 from polymoe.formats import FORMATS
 from polymoe.problem.tensors import Expert
 from support.configs import config
-from support.requantized import SOURCE, write
+from support.requantized import SOURCE
 from support.written import damaged, patch_config, random_layer, without
 
 WAYS = [(format, dialect) for format, dialects in DIALECTS_OF.items() for dialect in dialects if dialect != "gpt-oss"]
 SMALL = {"hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2, "layers": 2}
 BIAS = "model.layers.0.self_attn.q_proj.bias"
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +102,10 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("format", "dialect"), WAYS)
-def test_experts_are_those_of_quantizing_while_loading(qwen3: Path, tmp_path: Path, format: str, dialect: str) -> None:
-    report = quantize_checkpoint(qwen3, format, tmp_path / "out", dialect=dialect)
+def test_experts_are_those_of_quantizing_while_loading(bf16: Path, tmp_path: Path, format: str, dialect: str) -> None:
+    report = quantize_checkpoint(bf16, format, tmp_path / "out", dialect=dialect)
     # compressed-tensors stores the reciprocal of NVFP4's global scale, which rounds.
-    require_quantized(qwen3, tmp_path / "out", format, ulps=1 if (format, dialect) == WAYS[1] else 0)
+    require_quantized(bf16, tmp_path / "out", format, ulps=1 if (format, dialect) == WAYS[1] else 0)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["format"], report["dialect"], len(report["layers"])) == (format, dialect, 4)
 
@@ -141,9 +136,9 @@ def test_wide_elements_come_first(gpt_oss: Path, tmp_path: Path) -> None:
         assert header[name]["data_offsets"][0] % size == 0
 
 
-def test_the_report_has_the_error_of_each_projection_and_its_worst_expert(qwen3: Path, tmp_path: Path) -> None:
-    report = quantize_checkpoint(qwen3, "int4_g128", tmp_path / "out")
-    before, after = Checkpoint.open(qwen3), Checkpoint.open(tmp_path / "out")
+def test_the_report_has_the_error_of_each_projection_and_its_worst_expert(bf16: Path, tmp_path: Path) -> None:
+    report = quantize_checkpoint(bf16, "int4_g128", tmp_path / "out")
+    before, after = Checkpoint.open(bf16), Checkpoint.open(tmp_path / "out")
     each = []
     for e in range(before.moe.experts):
         wanted, got = (c.weights(2).expert(e).down.dequantize().double() for c in (before, after))
@@ -155,16 +150,16 @@ def test_the_report_has_the_error_of_each_projection_and_its_worst_expert(qwen3:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_files(qwen3: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_files(bf16: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    quantize_checkpoint(qwen3, "int4_g32", whole)
+    quantize_checkpoint(bf16, "int4_g32", whole)
     code = (
         "import sys; from polymoe.checkpoint.quantize import quantize_checkpoint\n"
         "print(1, flush=True); quantize_checkpoint(*sys.argv[1:])"
     )
     generator = random.Random(5)
     for killed in range(5):
-        run = subprocess.Popen([sys.executable, "-c", code, qwen3, "int4_g32", out], stdout=subprocess.PIPE)
+        run = subprocess.Popen([sys.executable, "-c", code, bf16, "int4_g32", out], stdout=subprocess.PIPE)
         assert run.stdout is not None
         run.stdout.readline()  # imported
         if killed < 4:
@@ -184,7 +179,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("calls", range(1, 12, 2))
 def test_a_run_that_stops_anywhere_continues(
-    qwen3: Path, tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+    bf16: Path, tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped before the n-th file is renamed to its name; shards that are whole are not made again."""
     out, left, done = tmp_path / "out", [calls], list[str]()
@@ -199,46 +194,46 @@ def test_a_run_that_stops_anywhere_continues(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
         with pytest.raises(Stop):
-            quantize_checkpoint(qwen3, "mxfp4", out, progress=done.append)
+            quantize_checkpoint(bf16, "mxfp4", out, progress=done.append)
     assert not out.exists()
     again: list[str] = []
-    quantize_checkpoint(qwen3, "mxfp4", out, progress=again.append)
+    quantize_checkpoint(bf16, "mxfp4", out, progress=again.append)
     assert len(done) + len(again) <= 5 + 1  # one shard at most is made twice
-    require_quantized(qwen3, out, "mxfp4")
+    require_quantized(bf16, out, "mxfp4")
 
 
-def test_another_job_does_not_continue(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_job_does_not_continue(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Job, "_finish", lambda *_: (_ for _ in ()).throw(Stop()))
         with pytest.raises(Stop):
-            quantize_checkpoint(qwen3, "mxfp4", tmp_path / "out")
+            quantize_checkpoint(bf16, "mxfp4", tmp_path / "out")
     with pytest.raises(CheckpointError, match="unfinished run from the same files to the same format, got another"):
-        quantize_checkpoint(qwen3, "int4_g32", tmp_path / "out")
-    quantize_checkpoint(qwen3, "mxfp4", tmp_path / "out")
+        quantize_checkpoint(bf16, "int4_g32", tmp_path / "out")
+    quantize_checkpoint(bf16, "mxfp4", tmp_path / "out")
 
 
-def test_two_runs_into_one_directory(qwen3: Path, tmp_path: Path) -> None:
+def test_two_runs_into_one_directory(bf16: Path, tmp_path: Path) -> None:
     out, met = tmp_path / "out", list[str]()
 
     def second(_: str) -> None:
         with pytest.raises(CheckpointError, match=r"(?s)one run at a time, got another that is writing it.*wait for"):
-            quantize_checkpoint(qwen3, "mxfp4", out)
+            quantize_checkpoint(bf16, "mxfp4", out)
         met.append("refused")
 
-    quantize_checkpoint(qwen3, "mxfp4", out, progress=second)
+    quantize_checkpoint(bf16, "mxfp4", out, progress=second)
     assert len(met) == 5
-    require_quantized(qwen3, out, "mxfp4")
+    require_quantized(bf16, out, "mxfp4")
 
 
-def test_a_directory_that_exists_is_left_alone(qwen3: Path, tmp_path: Path) -> None:
+def test_a_directory_that_exists_is_left_alone(bf16: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(CheckpointError, match=r"(?s)new directory, got one that exists.*give another one"):
-        quantize_checkpoint(qwen3, "mxfp4", tmp_path)
+        quantize_checkpoint(bf16, "mxfp4", tmp_path)
     assert contents(tmp_path) == {"mine": b"kept"}
 
 
 @pytest.mark.parametrize("where", ["reserved", "written"])
-def test_a_full_disk(qwen3: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(bf16: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out, made = tmp_path / "out", list[str]()
 
     def full(*_: Any) -> None:
@@ -253,19 +248,19 @@ def test_a_full_disk(qwen3: Path, tmp_path: Path, where: str, monkeypatch: pytes
             patch.setattr(module._ShardFile, "write", lambda *args: (full(), write_(*args))[1])
         full_ = r"No space left on device: [\d.]+ [KM]iB are needed for this file: '.*\.out\.quantizing/model-00003-of"
         with pytest.raises(OSError, match=full_):
-            quantize_checkpoint(qwen3, "mxfp4", out, progress=made.append)
+            quantize_checkpoint(bf16, "mxfp4", out, progress=made.append)
     assert not out.exists()
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
     assert not list((tmp_path / ".out.quantizing").glob(".*.new"))
     made.clear()
-    quantize_checkpoint(qwen3, "mxfp4", out, progress=made.append)
+    quantize_checkpoint(bf16, "mxfp4", out, progress=made.append)
     assert len(made) == 3
-    require_quantized(qwen3, out, "mxfp4")
+    require_quantized(bf16, out, "mxfp4")
 
 
-def test_nan_is_named_and_what_is_complete_goes(qwen3: Path, tmp_path: Path) -> None:
+def test_nan_is_named_and_what_is_complete_goes(bf16: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    source = damaged(qwen3, tmp_path / "nan", lambda tensors: tensors[name][5].fill_(float("nan")))
+    source = damaged(bf16, tmp_path / "nan", lambda tensors: tensors[name][5].fill_(float("nan")))
     with pytest.raises(FormatError, match=r"(?s)layers\.2\.mlp\.experts\.3\.up_proj.*finite.*NaN.*fetch or convert"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     # Another source is another job.
@@ -292,9 +287,9 @@ def test_sizes_that_the_format_does_not_allow(tmp_path: Path) -> None:
         ("mxfp4", "gpt-oss", "dialect: expected compressed-tensors for mxfp4 of qwen3_moe, got 'gpt-oss'"),
     ],
 )
-def test_formats_and_dialects(qwen3: Path, tmp_path: Path, format: str, dialect: str | None, message: str) -> None:
+def test_formats_and_dialects(bf16: Path, tmp_path: Path, format: str, dialect: str | None, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        quantize_checkpoint(qwen3, format, tmp_path / "out", dialect=dialect)
+        quantize_checkpoint(bf16, format, tmp_path / "out", dialect=dialect)
     assert not list(tmp_path.iterdir())
 
 
@@ -310,8 +305,8 @@ def test_experts_that_are_quantized_already(tmp_path: Path) -> None:
         quantize_checkpoint(SOURCE, "mxfp4", tmp_path / "out")
 
 
-def test_other_weights_that_are_quantized_already(qwen3: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(qwen3, tmp_path / "in")
+def test_other_weights_that_are_quantized_already(bf16: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(bf16, tmp_path / "in")
     described = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers"]}
     patch_config(source, quantization_config=described)
     with pytest.raises(
@@ -329,25 +324,25 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
-    source = damaged(qwen3, tmp_path / "in", without("layers.3.mlp.experts.1.down_proj.weight"))
+def test_a_shard_that_is_missing(bf16: Path, tmp_path: Path) -> None:
+    source = damaged(bf16, tmp_path / "in", without("layers.3.mlp.experts.1.down_proj.weight"))
     with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.1\.down_proj"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("name", ["17.up_proj.weight", "1.up_proj.other"])
-def test_a_tensor_among_the_experts_that_is_not_theirs(qwen3: Path, tmp_path: Path, name: str) -> None:
+def test_a_tensor_among_the_experts_that_is_not_theirs(bf16: Path, tmp_path: Path, name: str) -> None:
     """It would be copied as it is, beside experts in another format."""
     name = f"model.layers.2.mlp.experts.{name}"
-    source = damaged(qwen3, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
+    source = damaged(bf16, tmp_path / "in", lambda tensors: tensors.update({name: torch.ones(4, 4)}))
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: expected tensors of the experts that .*\n  hint"):
         quantize_checkpoint(source, "mxfp4", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_link_is_copied_as_the_file_that_it_leads_to(qwen3: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(qwen3, tmp_path / "in")
+def test_a_link_is_copied_as_the_file_that_it_leads_to(bf16: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(bf16, tmp_path / "in")
     (tmp_path / "elsewhere").write_text("x")
     (source / "notes.txt").symlink_to(tmp_path / "elsewhere")
     quantize_checkpoint(source, "mxfp4", tmp_path / "out")
@@ -355,15 +350,15 @@ def test_a_link_is_copied_as_the_file_that_it_leads_to(qwen3: Path, tmp_path: Pa
     assert (copied.read_text(), copied.is_symlink()) == ("x", False)
 
 
-def test_a_directory_that_cannot_be_created(qwen3: Path) -> None:
+def test_a_directory_that_cannot_be_created(bf16: Path) -> None:
     with pytest.raises(ArgumentError, match="out: expected a directory that can be created, got /proc/nope/x: No such"):
-        quantize_checkpoint(qwen3, "mxfp4", "/proc/nope/x")
+        quantize_checkpoint(bf16, "mxfp4", "/proc/nope/x")
 
 
-def test_a_path_below_a_file(qwen3: Path, tmp_path: Path) -> None:
+def test_a_path_below_a_file(bf16: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArgumentError, match=r"(?s)out: expected a new directory, got a path below .*which is a file"):
-        quantize_checkpoint(qwen3, "mxfp4", tmp_path / "file" / "out")
+        quantize_checkpoint(bf16, "mxfp4", tmp_path / "file" / "out")
 
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "quantizing.md").read_text(encoding="utf-8")

@@ -18,7 +18,6 @@ from polymoe.checkpoint.quantize import DIALECTS_OF, quantize_checkpoint
 from polymoe.engines.readers import TRANSFORMERS, readers
 from polymoe.engines.serving.preview import ENGINES
 from polymoe.engines.transformers.generator import Generator
-from support.requantized import write
 
 MODELS = Path(__file__).parents[2] / "models"
 sys.path.append(str(MODELS))
@@ -33,11 +32,6 @@ READERS = {
     ("mxfp8", "compressed-tensors"): ["vLLM"],
     ("mxfp8", "modelopt"): ["vLLM"],
 }
-
-
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
 
 
 @pytest.mark.parametrize(("format", "dialect"), WAYS)

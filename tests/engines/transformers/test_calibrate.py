@@ -17,14 +17,9 @@ from polymoe.checkpoint.quantize import SEARCHED_FORMATS, quantize_checkpoint
 from polymoe.engines.transformers import calibrate as module
 from polymoe.engines.transformers.calibrate import calibrate
 from polymoe.errors import ArgumentError, CheckpointError
-from support.requantized import SOURCE, write
+from support.requantized import SOURCE
 
 QUESTIONS = Path(__file__).parents[3] / "models" / "sums-heldout.jsonl"
-
-
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
 
 
 @pytest.fixture(scope="module")

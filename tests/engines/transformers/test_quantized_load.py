@@ -20,12 +20,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from polymoe.engines.transformers import PackedExperts, PolymoeConfig, load
-from support.requantized import SOURCE, write
-
-
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
+from support.requantized import SOURCE
 
 
 def packed_of(model: Any) -> list[FusedExperts]:

@@ -26,16 +26,10 @@ from polymoe.formats import Encoding, PerGroup
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import SwiGLU
 from support.problems import random_experts, with_input_scales
-from support.requantized import write
 from support.stacked import MODELS
 
 Tensors = dict[str, Tensor]
 NAME = "model.layers.2.mlp.experts.3.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("BF16", tmp_path_factory.mktemp("qwen3") / "bf16")
 
 
 @pytest.fixture(scope="module")
