@@ -121,6 +121,11 @@ SLOW = {
     "fp8_static, fp8_block128",
     "x quantized, int4_g32",
     "mxfp8, int4_g32",
+    "mxfp8, fp8_block128",
+    "fp8_token, int4_g32",
+    *(f"x quantized, {mode}, bf16" for mode in ("fp8_group128_ue8m0", "mxfp8")),
+    "several N blocks per CTA, fp8, E8M0",
+    "several N blocks per CTA, fp8, int4",
 }
 """Pairs of a mode and a format, both of which are in other pairs too."""
 assert CASES.keys() >= SLOW
