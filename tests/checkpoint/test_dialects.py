@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polymoe.checkpoint.dialects import DIALECTS, choose, headers_of, require, stored_as
-from polymoe.checkpoint.dialects.base import reciprocal
+from polymoe.checkpoint.dialects.base import divided, reciprocal
 from polymoe.checkpoint.files import Header
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor, QuantTensor, format_of
@@ -358,6 +358,11 @@ def test_group_size_comes_from_the_scales():
     """Repacks with another group size exist; the config's is not asked."""
     tensors = stored("deepseek_v4 fp4") | {"scale": exponents(N, K // 128).view(torch.float8_e8m0fnu)}
     assert DIALECTS["deepseek_v4"].read(tensors, (N, K)).encoding.granularity == PerGroup(1, 128)
+
+
+def test_groups_that_do_not_fit_the_columns_are_refused_with_a_hint():
+    with pytest.raises(FormatError, match=r"(?s)divides 97 columns, got 6\n.*config and tensors of one model"):
+        divided(97, 6, "scales")
 
 
 def test_channel_int4():

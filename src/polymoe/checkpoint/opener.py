@@ -95,7 +95,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     try:
         value = parse_json(data, infinity=True, unique_keys=True, surrogates=False)
     except ValueError as error:
-        raise CheckpointError(where, expected="JSON", got=str(error)) from error
+        hint = "correct it, or download it again"
+        raise CheckpointError(where, expected="JSON", got=str(error), hint=hint) from error
     if not isinstance(value, dict):
         raise CheckpointError(where, expected="a JSON object", got=type(value).__name__)
     return value

@@ -92,9 +92,9 @@ def quantize_checkpoint(
         What ``report.json`` has: the relative error of each layer's projections, and their worst experts.
 
     Raises:
-        ArgumentError: for a format or a dialect that is not written, or an ``out`` that cannot be.
-        CheckpointError: if ``out`` exists or is being written, for a model without experts, weights that are quantized
-            already, sizes that the format does not allow, or missing tensors.
+        ArgumentError: for a format or a dialect that is not written, or an ``out`` that exists or cannot be created.
+        CheckpointError: if ``out`` is being written, for a model without experts, weights that are quantized already,
+            sizes that the format does not allow, or missing tensors.
         FormatError: for weights that are not finite.
         OSError: if a file cannot be written.
     """
@@ -127,9 +127,8 @@ def _require_new(out: Path) -> None:
     if not above.is_dir():
         raise ArgumentError("out", expected="a new directory", got=f"a path below {above}, which is a file")
     if out.exists():
-        raise CheckpointError(
-            str(out), expected="a new directory", got="one that exists", hint="give another one, or remove it"
-        )
+        hint = "give another one, or remove it"
+        raise ArgumentError("out", expected="a new directory", got=f"{str(out)!r}, which exists", hint=hint)
 
 
 def _dialect(checkpoint: Checkpoint, format: str, asked: str | None) -> str:

@@ -165,7 +165,8 @@ def stored_matrix(headers: Mapping[str, Header], suffix: str) -> tuple[int, int]
 def divided(columns: int, groups: int, suffix: str) -> int:
     """Return the columns of a group, from the number of stored scales along a row and never from the config."""
     if groups < 1 or columns % groups:
-        raise FormatError(suffix, expected=f"a number of groups that divides {columns} columns", got=str(groups))
+        expected, hint = f"a number of groups that divides {columns} columns", "are config and tensors of one model?"
+        raise FormatError(suffix, expected=expected, got=str(groups), hint=hint)
     return columns // groups
 
 
