@@ -90,7 +90,7 @@ class Attacks:
         source = Source.of(case.checkpoint)
         original = self.original(case.checkpoint, case.verb, layer)
         outcome = self._outcome(case.checkpoint, changed, case.verb, layer, self.limit_s, keep)
-        if outcome.ended == "hung" and not outcome.blocked:  # once more, since the machine may have been busy
+        if outcome.ended == "hung":  # once more, since the machine may have been busy, and what it waited for too
             again = self._outcome(case.checkpoint, changed, case.verb, layer, 6 * self.limit_s)
             outcome = outcome if again.ended == "hung" or again.cpu_seconds > self.limit_s else again
         names = (case.checkpoint, *source.files, *(edit.file for edit in changed.edits))

@@ -28,6 +28,7 @@ from polymoe.cli import (
 )
 from polymoe.cli.commands import Group, add, group
 from polymoe.cli.memory import out_of_memory
+from polymoe.cli.output import drop_output
 from polymoe.errors import ArgumentError, PolymoeError, printable
 
 __all__ = ["app", "main"]
@@ -118,14 +119,6 @@ def _warn(message: Warning | str, *_: object) -> None:
     print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
-def _drop_output() -> None:
-    """Lose what stdout cannot write: at exit it would be tried again, and fail with a status of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main() -> None:
     """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
@@ -150,15 +143,15 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has closed it, as with `| head`.
-        _drop_output()
+        drop_output()
         sys.exit(0)
     except (MemoryError, RuntimeError) as error:
         if (said := out_of_memory(error)) is None:
             raise
-        _drop_output()
+        drop_output()
         print(f"error: {said}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
-        _drop_output()
+        drop_output()
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)

@@ -11,6 +11,7 @@ from typer.completion import install_callback, show_callback
 from typer.core import TyperCommand, TyperGroup
 
 from polymoe.cli.options import flat
+from polymoe.cli.output import drop_output, say
 from polymoe.errors import ArgumentError, CheckpointNotFound, PolymoeError, nearest
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -58,6 +59,13 @@ class Command(TyperCommand):
             error.where = in_options(error.where, options)
             error.hint = error.hint and in_options(error.hint, options)
             raise
+        # Typer would end with status 1 at the first, and without a word at the second.
+        except BrokenPipeError:  # whoever reads stdout has enough, as `| head`
+            drop_output()
+            raise typer.Exit from None
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(130) from None
 
 
 class Group(TyperGroup):

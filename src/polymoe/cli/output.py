@@ -20,12 +20,24 @@ if TYPE_CHECKING:
     from polymoe.machine import Machine
 
 
+def drop_output() -> None:
+    """Lose what stdout cannot write: at exit it would be tried again, and fail with a status of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
     """Return the console for tables: stdout."""
     from rich.console import Console
 
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # Rich's own ends the process with status 1
+
     # No markup: names of files and models may have brackets.
-    plain = functools.partial(Console, markup=False, highlight=False)
+    plain = functools.partial(Plain, markup=False, highlight=False)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return plain()  # as wide as it says
