@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -183,30 +183,27 @@ _ROWS = (
         model_types=("deepseek_v41",),
         containers=("layers.{layer}.ffn.experts",),
         arrangements=(_W123,),
-        describe=describe.deepseek_v41,
+        describe=partial(describe.deepseek_v4, hashed=0),
         fp8_dialect="deepseek_v4",
     ),
     ModelFamily(
         name="nemotron-h",
         model_types=("nemotron_h",),
         containers=("backbone.layers.{layer}.mixer.experts", "model.layers.{layer}.mixer.experts"),
-        arrangements=(
-            UNFUSED_NO_GATE,
-            Fused(gate_up="up_proj", dialects=("plain",)),
-        ),
+        arrangements=(UNFUSED_NO_GATE, Fused(gate_up="up_proj", dialects=("plain",))),
         describe=describe.nemotron_h,
     ),
     ModelFamily(
         name="glm-4",
         model_types=("glm4_moe", "glm4_moe_lite"),
         containers=(f"model.{_MLP}",),
-        describe=describe.glm,
+        describe=partial(describe.deepseek_v3, scaling=1.0, groups=(1, 1), dense=1),
     ),
     ModelFamily(
         name="qwen3",
         model_types=("qwen3_moe",),
         containers=(f"model.{_MLP}",),
-        describe=describe.qwen3,
+        describe=partial(describe.qwen, renormalize=False),  # only if the config says so
         fp8_scale="bfloat16",
     ),
     ModelFamily(

@@ -109,11 +109,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         alike = [spelled[text] for text in difflib.get_close_matches(asked, spelled, n=3)]
         names = list(dict.fromkeys([*alike, *(name for name in known if asked in name.lower())]))[:_NAMED]
         such_as = ", ".join(names or ["openai/gpt-oss-20b"])
-        error.hint = "; ".join(
-            filter(
-                None, (error.hint, f"explain knows the sizes of {len(known)} models without files, such as {such_as}")
-            )
-        )
+        hint = f"explain knows the sizes of {len(known)} models without files, such as {such_as}"
+        error.hint = f"{error.hint}; {hint}" if error.hint else hint
         raise
 
 

@@ -134,8 +134,11 @@ def gpt_oss(keys: ConfigReader) -> MoeConfig:
     )  # fmt: skip
 
 
-def _sigmoid(keys: ConfigReader, *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
-    """Sigmoid scores with a correction bias, after some dense layers. The arguments are defaults of missing keys."""
+def deepseek_v3(
+    keys: ConfigReader, *, scaling: float = 2.5, groups: tuple[int, int] = (8, 4), dense: int = 3
+) -> MoeConfig:
+    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: sigmoid scores with a correction bias, groups of experts, after a few
+    dense layers. The arguments are defaults of missing keys."""
     keys.word("scoring_func", "sigmoid", default="sigmoid")
     keys.word("topk_method", "noaux_tc", default="noaux_tc")
     num_layers = keys.layers()
@@ -169,19 +172,9 @@ def _sigmoid_router(keys: ConfigReader, scaling: float, groups: tuple[int, int])
     )
 
 
-def deepseek_v3(keys: ConfigReader) -> MoeConfig:
-    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, after a few dense layers."""
-    return _sigmoid(keys, scaling=2.5, groups=(8, 4), dense=3)
-
-
-def glm(keys: ConfigReader) -> MoeConfig:
-    """GLM-4.5 to 4.7: as DeepSeek V3, usually with one group."""
-    return _sigmoid(keys, scaling=1.0, groups=(1, 1), dense=1)
-
-
 def deepseek_v4(keys: ConfigReader, *, hashed: int = 3) -> MoeConfig:
-    """DeepSeek V4: square root of softplus; the first layers choose experts by token id. ``n_group`` may be left over
-    from V3's template; V4 has no groups."""
+    """DeepSeek V4: square root of softplus; the first ``hashed`` layers choose experts by token id, none of V4.1.
+    ``n_group`` may be left over from V3's template; V4 has no groups."""
     keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
     num_layers = keys.layers()
     hashed = keys.integer("num_hash_layers", default=hashed, least=0, most=MOST_LAYERS)
@@ -197,11 +190,6 @@ def deepseek_v4(keys: ConfigReader, *, hashed: int = 3) -> MoeConfig:
         raise keys.error("mlp_layer_types", f"{num_layers} of hash_moe and moe", list(kinds))
     activation = keys.activation(limit=keys.number("swiglu_limit", 10.0))
     return _config(keys, range(num_layers), [routers[kind] for kind in kinds], num_layers, activation=activation)
-
-
-def deepseek_v41(keys: ConfigReader) -> MoeConfig:
-    """DeepSeek V4.1: like V4, but no layer chooses experts by token id."""
-    return deepseek_v4(keys, hashed=0)
 
 
 def nemotron_h(keys: ConfigReader) -> MoeConfig:
@@ -220,17 +208,12 @@ def nemotron_h(keys: ConfigReader) -> MoeConfig:
 
 
 def qwen(keys: ConfigReader, *, renormalize: bool = True) -> MoeConfig:
-    """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` is the default of the missing key."""
+    """Qwen3-MoE, -Next, -VL, Qwen3.5: softmax over all experts; ``renormalize`` is the default of the missing key."""
     num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1, most=MOST_LAYERS)
     dense = frozenset(keys.items("mlp_only_layers", int, most=MOST_LAYERS) or ())
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     router = SoftmaxTopK(keys.top_k("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
     return _config(keys, layers, [router] * len(layers), num_layers, experts=("num_experts", "num_local_experts"))
-
-
-def qwen3(keys: ConfigReader) -> MoeConfig:
-    """Qwen3-MoE, which renormalizes only if the config says so."""
-    return qwen(keys, renormalize=False)
 
 
 def mixtral(keys: ConfigReader) -> MoeConfig:

@@ -42,6 +42,10 @@ class Context:
     scale_dtype: ScaleDtype  # scales stored in the model's own dtype
     nothing: QuantizationConfig
 
+    def quantization(self, default: Callable[[], Scheme]) -> QuantizationConfig:
+        """One scheme for all modules but those that the description lists as not quantized."""
+        return replace(self.nothing, ignored=_skipped(self.keys), default=default)
+
 
 def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
     """Return a matcher for the modules that a config lists as not quantized, under any of the list's names."""
@@ -51,24 +55,18 @@ def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
 
 
 def _mxfp4(context: Context) -> QuantizationConfig:
-    scheme = Scheme("gpt_oss", MXFP4)
-    return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
+    return context.quantization(lambda: Scheme("gpt_oss", MXFP4))
 
 
 def _mxfp8(context: Context) -> QuantizationConfig:
     """MXFP8 as MiniMax-M3 declares it. Its ``weight_block_size`` says nothing: MXFP8 has groups of 32."""
-    scheme = Scheme("minimax_mxfp8", MXFP8, ACTIVATIONS["mxfp8"])
-    return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
+    return context.quantization(lambda: Scheme("minimax_mxfp8", MXFP8, ACTIVATIONS["mxfp8"]))
 
 
 def _fp8(context: Context) -> QuantizationConfig:
     """FP8 with or without blocks; DeepSeek-V4 also declares its FP4 experts under this method."""
     keys, family = context.keys, context.family
-    quantization = replace(
-        context.nothing,
-        ignored=_skipped(keys),
-        default=partial(_fp8_scheme, keys, family.fp8_dialect, family.fp8_scale),
-    )
+    quantization = context.quantization(partial(_fp8_scheme, keys, family.fp8_dialect, family.fp8_scale))
     experts: Callable[[], Scheme] | None = None
     if family.fp8_dialect == "deepseek_v4":
         expert_dtype = keys.text("expert_dtype") or context.text.text("expert_dtype") or "fp4"
@@ -98,8 +96,7 @@ def _compressed_tensors(context: Context) -> QuantizationConfig:
     """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of
     precedence."""
     keys, where = context.keys, context.keys.place("config_groups")
-    by_name: list[_ForModules] = []
-    by_class: list[_ForModules] = []
+    by_name, by_class = list[_ForModules](), list[_ForModules]()
     patterns: list[tuple[str, Callable[[], Scheme]]] = []
     for group in keys.part("config_groups", most=MOST_GROUPS).parts():
         make = partial(_compressed_scheme, group, context.scale_dtype)
@@ -163,13 +160,12 @@ def _modelopt(context: Context) -> QuantizationConfig:
     """ModelOpt in both syntaxes: in ``config.json``, or under ``quantization`` as in ``hf_quant_config.json``."""
     nested = context.keys.part("quantization")
     keys = nested if nested.config else context.keys
-    layers = _modelopt_layers(keys, context)
-    skipped = _skipped(keys)
-    if _algorithm(keys) == "MIXED_PRECISION":
-        if not layers:
-            raise keys.error("quantized_layers", "the scheme of each layer, for MIXED_PRECISION", None)
-        return replace(context.nothing, layers=layers, ignored=skipped)
-    return replace(context.nothing, layers=layers, ignored=skipped, default=partial(_modelopt_scheme, keys))
+    listed = replace(context.nothing, layers=_modelopt_layers(keys, context), ignored=_skipped(keys))
+    if _algorithm(keys) != "MIXED_PRECISION":
+        return replace(listed, default=partial(_modelopt_scheme, keys))
+    if not listed.layers:
+        raise keys.error("quantized_layers", "the scheme of each layer, for MIXED_PRECISION", None)
+    return listed
 
 
 def _modelopt_layers(keys: ConfigReader, context: Context) -> NamedSchemes:
@@ -217,10 +213,10 @@ def _gptq(context: Context) -> QuantizationConfig:
         elif isinstance(changed, Mapping):
             changed_keys = ConfigReader({**keys.config, **changed}, keys.where)
             others.append((matches, partial(_gptq_scheme, changed_keys, context.scale_dtype)))
-    skipped = _skipped(keys)
+    left_out.append(_skipped(keys))
     return replace(
         context.nothing,
-        ignored=lambda module: skipped(module) or any(matches(module) for matches in left_out),
+        ignored=lambda module: any(matches(module) for matches in left_out),
         targets=tuple(others),
         default=partial(_gptq_scheme, keys, context.scale_dtype),
     )
@@ -236,8 +232,7 @@ def _gptq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
 
 
 def _awq(context: Context) -> QuantizationConfig:
-    default = partial(_awq_scheme, context.keys, context.scale_dtype)
-    return replace(context.nothing, ignored=_skipped(context.keys), default=default)
+    return context.quantization(partial(_awq_scheme, context.keys, context.scale_dtype))
 
 
 def _awq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:

@@ -140,10 +140,8 @@ def matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
         CheckpointError: for too many globs, or regular expressions that
             :func:`~polymoe.checkpoint.patterns.compile_regexes` refuses.
     """
-    patterns = list(patterns)
-    regexes = compile_regexes([p[3:] for p in patterns if p.startswith("re:")], where)
-    names = [p for p in patterns if p and not p.startswith("re:")]
-    names = [without_root(p[:-1] if len(p) > 1 and p.endswith("*") and p[-2] != "." else p) for p in names]
+    regexes, names = split_regexes(patterns, where)
+    names = [without_root(p[:-1] if len(p) > 1 and p.endswith("*") and p[-2] != "." else p) for p in names if p]
     whole = {name for name in names if "*" not in name}
     # A run of components is a part of the name between dots, if the name has a dot before and after it. A star stands
     # for anything, so that the parts between the stars only have to occur one after the other.
@@ -170,10 +168,16 @@ def matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
 def exact_or_regex(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     """Return a matcher by the rule of compressed-tensors: ``re:X`` is a regular expression that matches from the start
     of the name; any other entry is a whole name. Arguments and errors are those of :func:`matcher`."""
+    regexes, names = split_regexes(patterns, where)
+    bare = {without_root(name) for name in names}
+    return lambda module: without_root(module) in bare or any(fits(module) for fits in regexes)
+
+
+def split_regexes(patterns: Iterable[str], where: str) -> tuple[tuple[Callable[[str], bool], ...], list[str]]:
+    """Return what matches each regular expression of a list (entries with ``re:``), and the other entries."""
     patterns = list(patterns)
     regexes = compile_regexes([p[3:] for p in patterns if p.startswith("re:")], where)
-    names = {without_root(p) for p in patterns if not p.startswith("re:")}
-    return lambda module: without_root(module) in names or any(fits(module) for fits in regexes)
+    return regexes, [p for p in patterns if not p.startswith("re:")]
 
 
 def _in_order(parts: list[str], text: str) -> bool:

@@ -63,9 +63,8 @@ def split_experts(experts: int, shard: Shard) -> tuple[int, int]:
         ArgumentError: if a rank would hold none.
     """
     if shard.ep > experts:
-        raise ArgumentError(
-            f"ep={shard.ep}", expected=f"at most {experts} ranks, one for each expert", got=str(shard.ep)
-        )
+        expected = f"at most {experts} ranks, one for each expert"
+        raise ArgumentError(f"ep={shard.ep}", expected=expected, got=str(shard.ep))
     each, more = divmod(experts, shard.ep)
     return shard.ep_rank * each + min(shard.ep_rank, more), each + (shard.ep_rank < more)
 
@@ -83,15 +82,10 @@ def widths(intermediate: int, encodings: dict[str, Encoding], tp: int, *, uneven
     found = _widths(intermediate, encodings, tp, uneven)
     if not isinstance(found, str):
         return found
-    working = [
-        n for n in range(1, _SIZES_TRIED + 1) if not isinstance(_widths(intermediate, encodings, n, uneven), str)
-    ]
-    raise ArgumentError(
-        f"tp={tp}",
-        expected="slices of whole groups",
-        got=found,
-        hint=f"tensor parallel sizes that work, up to {_SIZES_TRIED}: {', '.join(map(str, working))}",
-    )
+    sizes = range(1, _SIZES_TRIED + 1)
+    working = ", ".join(str(n) for n in sizes if not isinstance(_widths(intermediate, encodings, n, uneven), str))
+    hint = f"tensor parallel sizes that work, up to {_SIZES_TRIED}: {working}"
+    raise ArgumentError(f"tp={tp}", expected="slices of whole groups", got=found, hint=hint)
 
 
 def shard_spec(spec: ExpertsSpec, shard: Shard, *, uneven: bool = False) -> ExpertsSpec:
@@ -147,10 +141,9 @@ def shard_expert(expert: Expert, shard: Shard, *, uneven: bool = False) -> Exper
 def align_encoding(encoding: Encoding, axis: int, block: int) -> Encoding:
     """Return ``encoding`` with blocks of ``block`` rows (``axis`` -2) or columns (-1) instead of coarser ones."""
     g = encoding.granularity
-    if not isinstance(g, PerGroup) or _size(g, axis) <= block:
+    if not isinstance(g, PerGroup) or encoding.grain(axis) <= block:
         return encoding
-    fine = PerGroup(block, g.k) if axis == -2 else PerGroup(g.n, block)
-    return replace(encoding, granularity=fine)
+    return replace(encoding, granularity=PerGroup(block, g.k) if axis == -2 else PerGroup(g.n, block))
 
 
 def align(matrix: QuantTensor, axis: int, block: int) -> QuantTensor:
@@ -159,11 +152,9 @@ def align(matrix: QuantTensor, axis: int, block: int) -> QuantTensor:
     Raises:
         FormatError: if the present blocks are not a multiple of the new ones.
     """
-    g = align_encoding(matrix.encoding, axis, block).granularity
-    if g == matrix.encoding.granularity:
-        return matrix
-    assert isinstance(g, PerGroup)
-    return matrix.refine(g.n, g.k)
+    encoding = align_encoding(matrix.encoding, axis, block)
+    g = encoding.granularity
+    return matrix.refine(g.n, g.k) if encoding != matrix.encoding and isinstance(g, PerGroup) else matrix
 
 
 def _rank_and_size(name: str, group: Parallel) -> tuple[int, int]:
@@ -172,10 +163,6 @@ def _rank_and_size(name: str, group: Parallel) -> tuple[int, int]:
     if isinstance(group, tuple) and len(group) == 2 and all(type(n) is int for n in group):
         return group
     raise ArgumentError(name, expected="a size, or (rank, size)", got=quoted(group))
-
-
-def _size(granularity: PerGroup, axis: int) -> int:
-    return granularity.n if axis == -2 else granularity.k
 
 
 def _axis(projection: str) -> int:
@@ -211,11 +198,10 @@ def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | No
         grain = _block(e, _axis(name), slices)
         for width in slices[:-1]:
             if width % grain:
-                fine = math.gcd(grain, *slices[:-1]) if e.element == "e4m3" else grain
-                too_fine = (
-                    f", and of {fine} only, where blocks of {FINEST_BLOCK} are the finest" if fine < grain else ""
-                )
-                return f"{width} is not a multiple of {grain}{too_fine} ({e.name}, {name} projection)"
+                why = f"{width} is not a multiple of {grain}"
+                if e.element == "e4m3" and (fine := math.gcd(grain, *slices[:-1])) < grain:
+                    why += f", and of {fine} only, where blocks of {FINEST_BLOCK} are the finest"
+                return f"{why} ({e.name}, {name} projection)"
     return None
 
 
