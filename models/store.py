@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def _experts(
     quantization = parse_quantization(config)
     stored = StoredLayer.described(family, moe, quantization, layer)
     encodings = stored.spec().encodings
+    formats = {name: format_of(encoding) for name, encoding in encodings.items()}
     static = stored.recipe().static
     floats = natural(parts, config)
     scales = {
@@ -115,15 +117,9 @@ def _experts(
     }
 
     def one(e: int) -> Expert:
-        halves = floats["gate_up"][e].split(moe.intermediate)
-        biases = floats["gate_up_bias"][e].bfloat16().split(moe.intermediate) if moe.bias else (None, None)
-        return Expert(
-            gate=format_of(encodings["gate"]).quantize(halves[0]) if moe.gated else None,
-            up=format_of(encodings["up"]).quantize(halves[-1]),
-            down=format_of(encodings["down"]).quantize(floats["down"][e]),
-            gate_bias=biases[0] if moe.gated else None,
-            up_bias=biases[-1],
-            down_bias=floats["down_bias"][e].bfloat16() if moe.bias else None,
+        biases = (floats[f"{name}_bias"][e].bfloat16() for name in ("gate_up", "down")) if moe.bias else ()
+        return replace(
+            Expert.quantize(formats, floats["gate_up"][e], floats["down"][e], *biases),
             gate_up_input_scale=scales["gate_up"],
             down_input_scale=scales["down"],
         )

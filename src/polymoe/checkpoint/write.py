@@ -101,9 +101,14 @@ class _Writer:
         self.moe.place(layer)
         stored = StoredLayer.described(self.family, self.moe, self.quantization, layer)
         self._check(stored, layer, weights)
+        formats = {name: format_of(encoding) for name, encoding in stored.spec().encodings.items()}
         stacks: dict[str, Tensor] = {}
         for e in range(self.moe.experts):
-            expert = weights.expert(e) if isinstance(weights, ExpertWeights) else _quantize(weights, e, stored)
+            if isinstance(weights, ExpertWeights):
+                expert = weights.expert(e)
+            else:
+                gate_up, down, *biases = (t[e] for t in weights)
+                expert = Expert.quantize(formats, gate_up, down, *(b.to(torch.bfloat16) for b in biases))
             for name, tensor in expert_tensors(stored, expert, e):
                 if not stored.arrangement.stacked:
                     yield name, tensor
@@ -131,22 +136,6 @@ class _Writer:
             what = "shapes"
         if found != expected:
             raise ArgumentError(where, expected=f"{what} {expected}, as the config says", got=str(found))
-
-
-def _quantize(weights: FloatExperts, e: int, stored: StoredLayer) -> Expert:
-    """Quantize one expert of float weights to the config's encodings."""
-    moe, encodings = stored.moe, stored.spec().encodings
-    halves = weights[0][e].split(moe.intermediate)
-    biases = tuple(b[e].to(torch.bfloat16) for b in weights[2:])
-    parts = biases[0].split(moe.intermediate) if biases else (None, None)
-    return Expert(
-        gate=format_of(encodings["gate"]).quantize(halves[0]) if moe.gated else None,
-        up=format_of(encodings["up"]).quantize(halves[-1]),
-        down=format_of(encodings["down"]).quantize(weights[1][e]),
-        gate_bias=parts[0] if moe.gated else None,
-        up_bias=parts[-1],
-        down_bias=biases[1] if biases else None,
-    )
 
 
 def expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tuple[str, Tensor]]:
@@ -211,7 +200,7 @@ class _Shards:
         """Append a tensor; writes the current shard first if the tensor does not fit."""
         if name in self.weight_map:
             raise CheckpointError(name, expected="one tensor with this name", got="two")
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if self.pending and self.pending_bytes + size > self.limit:
             self.flush()
         tensor = tensor.contiguous()

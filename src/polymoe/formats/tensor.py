@@ -79,7 +79,7 @@ class QuantTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.numel() * part.element_size() for part in self.parts().values())
+        return sum(part.nbytes for part in self.parts().values())
 
     def parts(self) -> dict[str, Tensor]:
         """Return the existing tensors by field name, in a fixed order."""

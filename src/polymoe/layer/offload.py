@@ -105,9 +105,7 @@ class OffloadedExperts(FusedExperts):
     @property
     def packed(self) -> Packed:
         """All packed experts, in host memory."""
-        return Packed(
-            self._plans.layout, self.problem.spec, dict(zip(self._plans.names, self._host.tensors, strict=True))
-        )
+        return self._plans.packed(self._host.tensors)
 
     @property
     def weights(self) -> ExpertWeights:

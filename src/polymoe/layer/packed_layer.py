@@ -81,7 +81,7 @@ class PackedLayer:
 
     def nbytes(self, module: nn.Module) -> int:
         """Bytes of the packed tensors of ``module``."""
-        return sum(t.numel() * t.element_size() for t in self.tensors(module))
+        return sum(t.nbytes for t in self.tensors(module))
 
     def packed(self, module: nn.Module) -> Packed:
         """The packed tensors of ``module``, in their layout."""

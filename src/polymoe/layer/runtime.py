@@ -90,7 +90,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 class PlanCache:
-    """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensors.
+    """Plans by dtype of x, shared by all layers with the same problem, request, layout and tensors.
 
     A compiled graph contains :attr:`key` as a constant. It depends on the names and classes of backends and layouts, so
     that it is the same in another process.
@@ -100,7 +100,6 @@ class PlanCache:
         self.problem, self.request, self.layout, self.parts, self.key = problem, request, layout, parts, key
         self.names = tuple(name for name, _ in parts)
         self._entries = _entries(request)
-        self._selections: dict[str, Selection] = {}
         self._layers: WeakValueDictionary[tuple[int, ...], LayerRuntime] = WeakValueDictionary()
 
     @classmethod
@@ -129,10 +128,8 @@ class PlanCache:
         return PlanCache.of(self.problem, request, self.layout, self.parts)
 
     def selection(self, dtype: Dtype) -> Selection:
-        """Return the selection for x in ``dtype``. It is made once; later calls look it up."""
-        if dtype not in self._selections:
-            self._selections[dtype] = self.request.select(replace(self.problem, dtype=dtype), self.layout)
-        return self._selections[dtype]
+        """Return the selection for x in ``dtype``, which the request makes once."""
+        return self.request.select(replace(self.problem, dtype=dtype), self.layout)
 
     def packed(self, tensors: Sequence[Tensor]) -> Packed:
         """Return the tensors, given in the order of ``names``, as a packed layer."""

@@ -151,7 +151,7 @@ class SharedBuffers:
 
         def copies() -> None:
             for to, tensor in zip(buffer.tensors, host, strict=True):
-                small = tensor.numel() * tensor.element_size() < _PIECE_BYTES * len(ranges)
+                small = tensor.nbytes < _PIECE_BYTES * len(ranges)
                 for low, high in [(0, len(tensor))] if small else ranges:
                     to[low:high].copy_(tensor[low:high], non_blocking=True)
 

@@ -32,7 +32,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum(t.nbytes for t in self.tensors.values())
 
 
 class Layout(Protocol):

@@ -58,10 +58,6 @@ class Routing(NamedTuple):
     topk_weights_TA: Tensor
 
 
-def _integers(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class _Router(ABC):
     """The three steps and the checks that all routers share."""
@@ -139,9 +135,9 @@ class _Router(ABC):
         tokens, experts = logits_TE.shape
         if token_ids_T is None:
             raise self._error("token_ids_T", "a tensor", None, "they choose the experts")
-        device = logits_TE.device
-        self._check("tid2eid_VA", table_VA, _integers(table_VA), "integers", ("V", self.top_k), device)
-        self._check("token_ids_T", token_ids_T, _integers(token_ids_T), "integers", (tokens,), device)
+        integers, device = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64), logits_TE.device
+        self._check("tid2eid_VA", table_VA, table_VA.dtype in integers, "integers", ("V", self.top_k), device)
+        self._check("token_ids_T", token_ids_T, token_ids_T.dtype in integers, "integers", (tokens,), device)
         self._check_range("token_ids_T", token_ids_T, table_VA.shape[0])
         ids_TA = table_VA[token_ids_T.long()].long()
         self._check_range("tid2eid_VA", ids_TA, experts)
@@ -258,9 +254,7 @@ class SigmoidTopK(_Scaled):
         return logits_TE.sigmoid()
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        if self.topk_group < self.n_group:
-            scores_TE = self._mask_groups(scores_TE)
-        return scores_TE.topk(self.top_k, dim=-1).indices
+        return _Scaled._choose(self, self._mask_groups(scores_TE) if self.topk_group < self.n_group else scores_TE)
 
     def _mask_groups(self, scores_TE: Tensor) -> Tensor:
         """Set scores outside the best groups to -inf, not 0: a bias can make the score of a kept expert negative."""

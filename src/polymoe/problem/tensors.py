@@ -130,6 +130,35 @@ class Expert:
             if list(part.shape) != wanted.get(name, []):
                 raise FormatError(name, expected=f"shape {wanted.get(name, [])}", got=str(list(part.shape)))
 
+    @classmethod
+    def quantize(
+        cls,
+        formats: Mapping[str, Format],
+        gate_up_FH: Tensor,
+        down_HF: Tensor,
+        gate_up_bias_F: Tensor | None = None,
+        down_bias_H: Tensor | None = None,
+    ) -> Expert:
+        """Quantize float weights in natural order: all gate rows, then all up rows, or up rows only.
+
+        Args:
+            formats: of each existing projection, by name.
+            gate_up_FH, down_HF: the weights.
+            gate_up_bias_F, down_bias_H: biases, which stay as they are, or None.
+        """
+        names = [name for name in ("gate", "up") if name in formats]
+        rows = dict(zip(names, gate_up_FH.chunk(len(names)), strict=True))
+        matrices = {name: formats[name].quantize(w_NK) for name, w_NK in {**rows, "down": down_HF}.items()}
+        biases = {} if gate_up_bias_F is None else dict(zip(names, gate_up_bias_F.chunk(len(names)), strict=True))
+        return cls(
+            gate=matrices.get("gate"),
+            up=matrices["up"],
+            down=matrices["down"],
+            gate_bias=biases.get("gate"),
+            up_bias=biases.get("up"),
+            down_bias=down_bias_H,
+        )
+
     @property
     def projections(self) -> dict[str, QuantTensor]:
         """The existing projections: gate, up, down."""
@@ -145,9 +174,7 @@ class Expert:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(p.nbytes for p in self.projections.values()) + sum(
-            v.numel() * v.element_size() for v in self.vectors.values()
-        )
+        return sum(part.nbytes for part in self.parts().values())
 
     def parts(self) -> dict[str, Tensor]:
         """Return all tensors, in a fixed order, by names like ``gate.codes`` and ``up_bias``."""
@@ -297,16 +324,6 @@ class ExpertWeights:
         if (gate_up_bias_EF is None) != (down_bias_EH is None):
             raise ArgumentError("bias", expected="both gate_up_bias_EF and down_bias_EH, or neither", got="one")
 
-        def one(e: int) -> Expert:
-            halves = gate_up_EFH[e].split(intermediate)
-            biases = (None, None) if gate_up_bias_EF is None else gate_up_bias_EF[e].split(intermediate)
-            return Expert(
-                gate=f.quantize(halves[0]) if gated else None,
-                up=f.quantize(halves[-1]),
-                down=f.quantize(down_EHF[e]),
-                gate_bias=biases[0] if gated else None,
-                up_bias=biases[-1],
-                down_bias=None if down_bias_EH is None else down_bias_EH[e],
-            )
-
-        return cls.of([one(e) for e in range(count)])
+        formats: dict[str, Format] = dict.fromkeys(("gate", "up", "down") if gated else ("up", "down"), f)
+        floats = [t for t in (gate_up_EFH, down_EHF, gate_up_bias_EF, down_bias_EH) if t is not None]
+        return cls.of([Expert.quantize(formats, *(t[e] for t in floats)) for e in range(count)])

@@ -58,14 +58,10 @@ def expert_groups(model: Any, top_k: int | None = None) -> tuple[ExpertsGroup, .
         template = f"{name[: at.start()]}{{layer}}{name[at.end() :]}"
         shapes = projections(module, dict(module.named_parameters(recurse=False)))
         experts, hidden, intermediate = shapes["down"].shape
-        wanted = {"up": (experts, intermediate, hidden)} | (
-            {"gate": (experts, intermediate, hidden)} if module.has_gate else {}
-        )
-        for part, shape in wanted.items():
-            if tuple(shapes[part].shape) != shape:
-                raise UnsupportedProblem(
-                    f"{name} {part}", expected=f"shape {list(shape)}", got=str(list(shapes[part].shape))
-                )
+        for part in ("up", "gate") if module.has_gate else ("up",):
+            got, expected = list(shapes[part].shape), [experts, intermediate, hidden]
+            if got != expected:
+                raise UnsupportedProblem(f"{name} {part}", expected=f"shape {expected}", got=str(got))
         sizes = (template, hidden, intermediate, experts, bool(module.has_bias), activation_of(module))
         used = _top_k(model, name) or top_k
         if used is None:
