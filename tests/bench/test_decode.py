@@ -21,8 +21,7 @@ from polymoe.bench import decode
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.records import Stamp
 from polymoe.engines.transformers import load
-from polymoe.engines.transformers.dequantized import load_dequantized
-from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
+from polymoe.engines.transformers.without_polymoe import load_dequantized, load_transformers_packed, local_kernels
 from polymoe.errors import UnsupportedProblem
 from polymoe.formats.elements import E2M1_VALUES
 from polymoe.layer.experts import FusedExperts
@@ -163,7 +162,7 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
             model.model.layers[2].mlp.experts.down_proj.mul_(1.5)
         return model
 
-    monkeypatch.setattr("polymoe.engines.transformers.dequantized.load_dequantized", wrong)
+    monkeypatch.setattr("polymoe.engines.transformers.without_polymoe.load_dequantized", wrong)
     args = ("--batch-size", 2, "--measure", "packed,dequantized", "--prefill-len", 0, "--json")
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 1

@@ -108,7 +108,7 @@ class ModelBench:
     def _of(
         self, contender: Contender, batches: Sequence[int], say: Callable[[str], None], wrong: list[VerificationError]
     ) -> Iterator[ModelRecord | Failed]:
-        from polymoe.engines.transformers.transformers_packed import fixed_kernels
+        from polymoe.engines.transformers.without_polymoe import fixed_kernels
 
         experts = contender.experts
         say(f"loading {experts}")

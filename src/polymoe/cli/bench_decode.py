@@ -114,8 +114,7 @@ def _loads(checkpoint: str, computing: _Computing, where: torch.device) -> dict[
     """Return what is measured, by name."""
     from polymoe.bench.decode import Contender
     from polymoe.engines.transformers import load
-    from polymoe.engines.transformers.dequantized import load_dequantized
-    from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
+    from polymoe.engines.transformers.without_polymoe import load_dequantized, load_transformers_packed, local_kernels
 
     also: dict[str, Any] = {"device": where, "experts": computing.experts}
     if computing.attention is not None:

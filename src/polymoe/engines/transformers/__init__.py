@@ -7,7 +7,7 @@ The modules, each of which imports only from those below it (``tests/test_import
     chat               conversations, for ``polymoe chat``
     generator          answers to batches of prompts, for ``polymoe run``
     loading            load, install, uninstall, PolymoeConfig
-    dequantized        the same checkpoints without packing, to compare with
+    without_polymoe    the same checkpoints as Transformers alone loads them, to compare with
     quantizer          the hooks that Transformers calls around loading
     refit              new weights for a packed model, in place
     weights            models from tensors that polymoe reads, instead of files
