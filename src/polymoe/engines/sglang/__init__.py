@@ -30,31 +30,26 @@ def register() -> None:
     """
     try:
         settings = EngineSettings.read()
-        if settings.mode != "off":
-            _install(settings)
+        if settings.mode == "off":
+            return
+        log = LayerLog("SGLang", "sglang.polymoe", settings, ("--moe-runner-backend",))
+        lacking = missing_hooks(HOOKS)
+        if lacking:
+            from sglang.version import __version__  # pyright: ignore
+
+            log.lacking(__version__, lacking, "0.5.17 to 0.5.23")
+            return
+        from polymoe.engines.sglang.plugin import install
+
+        install(settings, log)
     except PolymoeError as error:
         # SGLang only logs it and continues, so it is raised once more where the first layer is made.
-        _fail_at_layers(error)
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
+
+        failure = error
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise failure
+
+        HookRegistry.register(INIT, fail, HookType.BEFORE)
         raise
-
-
-def _install(settings: EngineSettings) -> None:
-    log = LayerLog("SGLang", "sglang.polymoe", settings, ("--moe-runner-backend",))
-    lacking = missing_hooks(HOOKS)
-    if lacking:
-        from sglang.version import __version__  # pyright: ignore
-
-        log.lacking(__version__, lacking, "0.5.17 to 0.5.23")
-        return
-    from polymoe.engines.sglang.plugin import install
-
-    install(settings, log)
-
-
-def _fail_at_layers(error: PolymoeError) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    HookRegistry.register(INIT, fail, HookType.BEFORE)

@@ -99,13 +99,13 @@ class Chat:
         try:
             prompt = generator.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ChatTemplateError as error:
-            hint = "the template may not take a system message, or so many messages"
-            raise CheckpointError(error.where, expected=error.expected, got=error.got, hint=hint) from error
+            error.hint = "the template may not take a system message, or so many messages"
+            raise
         try:
             inputs = generator.encode([prompt], chat=True)
         except ArgumentError as error:
-            hint = "start over with a shorter conversation"
-            raise ArgumentError("chat", expected=error.expected, got=error.got, hint=hint) from error
+            error.where, error.hint = "chat", "start over with a shorter conversation"
+            raise
         prompt_ids = inputs["input_ids"][0].tolist()
         stream = _Stream(ReplyReader(generator.model, generator.tokenizer, prompt_ids), on_part)
         self._stopping.clear()

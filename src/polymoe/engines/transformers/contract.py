@@ -89,8 +89,8 @@ def _difference() -> tuple[str, str] | None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version > NEWEST:
         warnings.warn(
-            f"Transformers {transformers.__version__} is newer than {_dotted(NEWEST)}, the newest that polymoe is "
-            "tested with",
+            f"Transformers {transformers.__version__} is newer than {'.'.join(map(str, NEWEST))}, the newest that "
+            "polymoe is tested with",
             stacklevel=4,
         )
     return next(((str(part), got) for part, got in differences(HOOKS)), None)
@@ -126,7 +126,3 @@ def _described(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"{argument.dtype} {list(argument.shape)}".removeprefix("torch.")
     return type(argument).__name__
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

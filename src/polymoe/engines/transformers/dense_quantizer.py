@@ -69,7 +69,14 @@ def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], 
         quantizer = AutoHfQuantizer.from_config(source, pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
         config: Any = quantizer.quantization_config
-        _skip_experts(model, config, experts)
+        # A list in the config replaces Transformers' default, which skips the head.
+        skipped = config.modules_to_not_convert
+        skipped = get_keys_to_not_convert(model) if skipped is None else skipped
+        config.modules_to_not_convert = [*skipped, *experts]
+        if not config.dequantize:
+            from transformers.integrations.finegrained_fp8 import load_finegrained_fp8_kernel
+
+            load_finegrained_fp8_kernel()  # raises if the kernels are not there
         quantizer._process_model_before_weight_loading(model, device_map=device_map)
     except ImportError as error:
         raise MissingDependency(
@@ -79,14 +86,3 @@ def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], 
             hint='install it, or use dense="16bit"',
         ) from error
     return quantizer
-
-
-def _skip_experts(model: Any, config: Any, experts: Iterable[str]) -> None:
-    """Make the quantizer skip packed experts, and check that the kernels for the rest are there."""
-    # A list in the config replaces Transformers' default, which skips the head.
-    default = get_keys_to_not_convert(model) if config.modules_to_not_convert is None else config.modules_to_not_convert
-    config.modules_to_not_convert = [*default, *experts]
-    if not config.dequantize:
-        from transformers.integrations.finegrained_fp8 import load_finegrained_fp8_kernel
-
-        load_finegrained_fp8_kernel()

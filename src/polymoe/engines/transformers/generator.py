@@ -16,7 +16,7 @@ from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.engines.transformers.loading import load
 from polymoe.engines.transformers.model_config import context_length
 from polymoe.engines.transformers.replies import read_reply
-from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 
@@ -60,20 +60,8 @@ class Generator:
     new_tokens: int = field(default=0, init=False)
 
     @classmethod
-    def load(
-        cls,
-        path: str,
-        *,
-        device: str = "auto",
-        device_map: Any = None,
-        backend: str = "auto",
-        role: str = "mixed",
-        graphs: bool = False,
-        expert_memory: str | None = None,
-        experts: str | None = None,
-    ) -> Generator:
-        """Load a checkpoint with packed experts; the arguments are those of
-        :func:`polymoe.engines.transformers.load`.
+    def load(cls, path: str, *, graphs: bool = False, device: str = "auto", **options: Any) -> Generator:
+        """Load a checkpoint with packed experts; ``options`` are others of :func:`polymoe.engines.transformers.load`.
 
         Raises:
             ArgumentError: for graphs without a GPU.
@@ -82,9 +70,7 @@ class Generator:
         """
         if graphs and (device == "cpu" or not torch.cuda.is_available()):
             raise ArgumentError("graphs", expected="a GPU", got="a model on the CPU", hint="do without graphs")
-        also = {} if device_map is None else {"device_map": device_map}
-        also |= {"expert_memory": expert_memory, "experts": experts}
-        model, tokenizer = load(path, device=device, backend=backend, role=role, **also)
+        model, tokenizer = load(path, device=device, **options)
         if graphs:
             require_capturable(model)
         return cls(model, tokenizer, graphs)
@@ -180,8 +166,8 @@ class Generator:
         try:
             return self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         except ChatTemplateError as error:
-            hint = "--raw does not apply it"
-            raise CheckpointError(error.where, expected=error.expected, got=error.got, hint=hint) from error
+            error.hint = "--raw does not apply it"
+            raise
 
     def experts(self) -> list[FusedExperts]:
         """The packed experts of every layer."""

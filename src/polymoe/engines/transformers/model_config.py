@@ -98,10 +98,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _integer(least: int, most: int = 2**31 - 1) -> tuple[str, Callable[[Any], bool]]:
     return f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most
 
@@ -119,7 +115,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
-_FLAG = ("true or false", _is_flag)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
 _SOME_TOKENS = ("a token, or a list of them", _are_tokens)
 
 _NUMBERS = {

@@ -39,8 +39,6 @@ _MAX_HEAD_DIM = 256  # of flash attention
 _UPDATE: Any = getattr(PagedAttentionCache, "update")  # noqa: B009 - a type checker sees only its wrapper
 _TAKES_KWARGS = "kwargs" in inspect.signature(_UPDATE).parameters  # in Transformers 5.17 it does not
 
-Lengths = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys; the longest sequence of each
-
 
 def runs_on(model: Any) -> bool:
     """Whether this module can compute every attention of the model: 16 bit, on a GPU since SM80, through Transformers'
@@ -152,8 +150,13 @@ def paged_attention(
     if width < key_KHD.shape[-1]:  # flash attention needs keys and values of one width
         value_KHD = nn.functional.pad(value_KHD, [0, key_KHD.shape[-1] - width])
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    attend = _by_token if len(query_THD) <= _TOKEN_BY_TOKEN else _by_sequence
-    out_THD, lse_TH = attend(query_THD, key_KHD, value_KHD, (cu_q, cu_k, max_q, max_k), window, scale)
+    if len(query_THD) <= _TOKEN_BY_TOKEN:
+        out_THD, lse_TH = _by_token(query_THD, key_KHD, value_KHD, cu_q, cu_k, max_k, window, scale)
+    else:
+        out_THD, lse_HT = _flash(
+            query_THD, key_KHD, value_KHD, cu_q, cu_k, None, max_q, max_k, causal=True, window=window, scale=scale
+        )
+        lse_TH = lse_HT.T
     sinks = kwargs.get("s_aux", getattr(module, "sinks", None))
     if sinks is not None:
         out_THD = out_THD * torch.sigmoid(lse_TH - sinks.float())[..., None].to(out_THD.dtype)
@@ -188,21 +191,17 @@ def _update(
     return key, value, cu_k, max_k
 
 
-def _by_sequence(
-    query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, lengths: Lengths, window: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    cu_q, cu_k, max_q, max_k = lengths
-    out, lse_HT = _flash(
-        query_THD, key_KHD, value_KHD, cu_q, cu_k, None, max_q, max_k, causal=True, window=window, scale=scale
-    )
-    return out, lse_HT.T
-
-
 def _by_token(
-    query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, lengths: Lengths, window: int, scale: float
+    query_THD: Tensor,
+    key_KHD: Tensor,
+    value_KHD: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_k: int,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Each token is a sequence; its queries are the heads that share a key head. Sequences may share keys."""
-    cu_q, cu_k, _, max_k = lengths
     (tokens, heads, width), shared = query_THD.shape, key_KHD.shape[1]
     group = heads // shared
     index_T = torch.arange(tokens, device=query_THD.device, dtype=torch.int32)

@@ -45,7 +45,10 @@ def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = Fa
         PlanError: if scales of the new experts reach further than those that a layer was planned for.
     """
     layers = _layers(model)
-    arriving = {name: _incoming(name, module) for name, module in layers.items()}
+    arriving = {
+        name: IncomingExperts(name, module.fused.problem, module.plain.whole, device=module.fused.device)
+        for name, module in layers.items()
+    }
     index = _index(layers)
     others = _Others(model)
     decided: dict[str, Fused] = {}
@@ -135,11 +138,6 @@ def _layers(model: Any) -> dict[str, Any]:
                 hint="vLLM and SGLang take new weights on several ranks",
             )
     return layers
-
-
-def _incoming(name: str, module: Any) -> IncomingExperts:
-    fused, plain = module.fused, module.plain
-    return IncomingExperts(name, fused.problem, plain.whole, device=fused.device)
 
 
 def _index(layers: dict[str, Any]) -> dict[str, tuple[str, str, int, list[Fused]]]:
