@@ -28,13 +28,7 @@ Created = TypeVar("Created")
 
 
 class LayerChooser:
-    """Chooses for the layers of one process.
-
-    Args:
-        engine: its name in messages.
-        settings: the user's.
-        log: says what was chosen.
-    """
+    """Chooses for the layers of one process, of an engine that messages call ``engine``."""
 
     def __init__(self, engine: str, settings: EngineSettings, log: LayerLog) -> None:
         self.engine, self.settings, self.log = engine, settings, log
@@ -63,16 +57,13 @@ class LayerChooser:
         Every rank of ``ranks`` has to call it, in the same order of layers.
 
         Args:
-            where: the layer's name.
             refused: what rules polymoe out before anything is known of the experts.
             create: makes, on trial, what the engine would make for the layer; raises whatever the engine raises for a
                 layer that it cannot have.
             describe: returns, of what ``create`` returned, the engine's method, facts of the layer, and what the
                 engine would have chosen.
-            base: as in :func:`take_over`.
-            device: type of the device that the layer will be on.
-            role: the engine's, unless the user says otherwise.
-            load_format: the engine's.
+            device: its type.
+            role, load_format: the engine's; the user may say another role.
             first_rank: whether this process speaks for all ranks.
             ranks: those that share the layer's experts, if there are several.
 

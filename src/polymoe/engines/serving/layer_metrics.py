@@ -18,11 +18,7 @@ _LEFT = ("engine", "reason")
 
 
 class LayerMetrics:
-    """The gauges of one engine; nothing happens where prometheus_client is not installed.
-
-    Args:
-        engine: its name, a label of both.
-    """
+    """The gauges of one engine, its label; nothing happens where prometheus_client is not installed."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine

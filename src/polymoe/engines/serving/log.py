@@ -20,9 +20,7 @@ class LayerLog:
     """The lines of one process.
 
     Args:
-        engine: its name in messages.
         logger: below the engine's own loggers, as their handlers take no others.
-        settings: the user's.
         choices: reasons by which the user chose the engine: its line is then no warning.
     """
 
@@ -34,11 +32,7 @@ class LayerLog:
         self._metrics = LayerMetrics(engine)
 
     def lacking(self, version: str, lacking: tuple[str, ...], supported: str) -> None:
-        """Say which names the installed engine lacks.
-
-        Raises:
-            UnsupportedProblem: if ``POLYMOE=require``.
-        """
+        """Say which names the installed engine lacks; with ``POLYMOE=require`` that is an UnsupportedProblem."""
         text = f"{self._engine} {version} lacks {', '.join(lacking)}"
         if self._settings.mode == "require":
             raise UnsupportedProblem(
@@ -47,11 +41,7 @@ class LayerLog:
         self._log.warning("polymoe %s stands aside for all layers: %s", _version(), text)
 
     def stand_aside(self, where: str, reasons: tuple[Reason, ...], first_rank: bool) -> None:
-        """Say that the engine keeps the layer ``where``, and every reason.
-
-        Raises:
-            UnsupportedProblem: if ``POLYMOE=require``.
-        """
+        """Say that the engine keeps the layer ``where``, and why; with ``POLYMOE=require`` as an UnsupportedProblem."""
         said = "; ".join(map(str, reasons))
         if self._settings.mode == "require":
             raise UnsupportedProblem(

@@ -118,10 +118,7 @@ def preview(
     """Return what the plug-in would decide on one rank, for each kind of layers.
 
     Args:
-        checkpoint: the model; a config is enough.
-        engine: whose plug-in.
-        request: the machine, and what the user asks of plans.
-        settings: the user's.
+        checkpoint: a config is enough.
         shard: the rank.
         batch_invariant: whether the engine promises batch invariance.
 

@@ -34,10 +34,7 @@ class Updates:
         method.updated = self._pass
 
     def require_whole(self, modules: Iterable[Any]) -> None:
-        """Check, before a model runs, that all of its layers have the weights of the same pass.
-
-        Args:
-            modules: of the model.
+        """Check, before a model of these ``modules`` runs, that all of its layers have the weights of the same pass.
 
         Raises:
             UnsupportedProblem: if an update has not ended, of a layer or of the model; the message names what is

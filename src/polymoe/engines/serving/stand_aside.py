@@ -218,8 +218,6 @@ def method_facts(
 
     Args:
         method: the engine's, or what stores its tensors.
-        sources: the engine's table of them.
-        tensors: what it creates for the layer.
         actorder: compressed-tensors' order of columns, a string or a member of an enumeration; or None.
         reasons: those found so far; if activations reorder columns, that is added.
     """

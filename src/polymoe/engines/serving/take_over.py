@@ -36,7 +36,6 @@ class TakenOver:
     """Base of the class that comes before an engine's own in one made by :func:`take_over`: what both adapters do.
 
     Attributes:
-        plan: of the layer.
         packed: the layer, which :meth:`pack` packs.
         created: names of the tensors that the engine's method created.
         experts: how they are read from those tensors, without the tensors themselves.
@@ -161,12 +160,7 @@ class TakenOver:
         self.incoming = incoming
 
     def pack_incoming(self, layer: Any, *, in_place: bool) -> None:
-        """Pack the new experts, all of which have arrived; as :meth:`PackedLayer.pack`.
-
-        Raises:
-            CheckpointError: if a tensor is missing.
-            PlanError, VerificationError: as there.
-        """
+        """Pack the new experts, all of which have arrived; as :meth:`PackedLayer.pack`."""
         assert self.incoming is not None
         assert self.device is not None
         incoming, self.incoming = self.incoming, None
@@ -193,7 +187,6 @@ class TakenOver:
         """Pack the layer from the engine's tensors, and drop those.
 
         Args:
-            layer: the engine's module.
             drop: removes the tensor of a name from it.
             in_place: where the layer's packed parameters are, if they are to be overwritten; None for new ones, on
                 the device of the engine's tensors.
@@ -278,8 +271,6 @@ def take_over(
     Args:
         method: the engine's, which is not used any more.
         base: what replaces the method's own functions. Its attributes are not hidden by those of the method.
-        plan: of the layer.
-        request: how the layer was planned.
         dummy, first_of_its_kind, on_packed, slots, updates: see :class:`TakenOver`.
     """
     theirs = type(method)

@@ -31,13 +31,8 @@ def token_counts(plan: Plan, top_k: int) -> tuple[int, ...]:
 
 
 def warm_up(layer: PackedLayer, module: nn.Module, device: torch.device) -> None:
-    """Call the packed layer once for each of :func:`token_counts`, as an engine does; on a CPU nothing is compiled.
-
-    Args:
-        layer: the layer, packed.
-        module: that has its parameters.
-        device: where they are.
-    """
+    """Call a layer, whose parameters ``module`` has on ``device``, once for each of :func:`token_counts`, as an engine
+    does; on a CPU nothing is compiled."""
     if device.type == "cpu":
         return
     problem = layer.problem

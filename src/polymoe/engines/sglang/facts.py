@@ -56,13 +56,8 @@ def storing(method: Any, layer: Any) -> Any:
 
 
 def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:
-    """Return what the user, or SGLang in this layer, asks for that rules polymoe out, before anything is created.
-
-    Args:
-        layer: SGLang's ``FusedMoE``, half made.
-        server: the ``ServerArgs``.
-        settings: the user's.
-    """
+    """Return what the user, or SGLang in this layer, asks for that rules polymoe out, before anything is created:
+    by the layer, a ``FusedMoE`` that is half made, and the ``ServerArgs``."""
     from sglang.srt.layers.moe import utils  # pyright: ignore
 
     config, reasons, where = layer.moe_runner_config, Reasons(), name_of(layer)
@@ -126,14 +121,8 @@ class _Trial(nn.Module):
 
 
 def create_tensors(create: Any, layer: Any, device: str, **given: Any) -> Mapping[str, Tensor]:
-    """Create the layer's parameters on ``device``, and return the new ones by name.
-
-    Args:
-        create: the ``create_weights`` of SGLang's method.
-        layer: the layer, or what stands for it.
-        device: "cpu" or "meta".
-        given: arguments of ``create``.
-    """
+    """Create parameters on ``device``, "cpu" or "meta", of a layer or what stands for it by ``create``, its method's
+    ``create_weights``; return the new ones by name."""
     before = set(layer._parameters)
     # DeepSeek-V4's scales, which are bytes in the checkpoint; SGLang's default is float32.
     given.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
@@ -165,11 +154,7 @@ def _not_swizzled(create: Any) -> Iterator[None]:
 
 def trial_tensors(layer: Any, method: Any, asked: Asked) -> Mapping[str, Tensor]:
     """Return the parameters that ``method`` would create for the layer, on the meta device, by name; none for a method
-    whose tensors are not known.
-
-    Raises:
-        Exception: whatever the method raises for a layer that it cannot have.
-    """
+    whose tensors are not known. It raises whatever it raises for a layer that it cannot have."""
     if type(storing(method, layer)).__name__ not in SGLANG:
         return {}
     return create_tensors(
@@ -187,15 +172,7 @@ def trial_tensors(layer: Any, method: Any, asked: Asked) -> Mapping[str, Tensor]
 
 
 def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mapping[str, Tensor]) -> LayerFacts:
-    """Return the facts of the layer.
-
-    Args:
-        layer: SGLang's ``FusedMoE``, half made.
-        method: its quantization method.
-        server: the ``ServerArgs``.
-        asked: what the model asks of the layer.
-        tensors: as :func:`trial_tensors` returns them.
-    """
+    """Return the facts of a layer whose ``tensors`` are those of :func:`trial_tensors`."""
     config, reasons = layer.moe_runner_config, Reasons()
     stores = storing(method, layer)
     intermediate = layer.intermediate_size_per_partition

@@ -47,11 +47,7 @@ class PackedExpertsMethod(TakenOver):
         pass
 
     def create_weights(self, layer: Any, **given: Any) -> None:  # as SGLang calls it: all by keyword
-        """Create SGLang's tensors on the CPU.
-
-        Raises:
-            FormatError: if they are not those that the layer was planned for.
-        """
+        """Create SGLang's tensors on the CPU."""
         # For backends that transpose or exchange the tensors while they are loaded.
         layer.use_triton_kernels = layer.use_flashinfer_trtllm_moe = False
         given["weight_loader"] = self._noting(layer, given["weight_loader"])
@@ -74,12 +70,7 @@ class PackedExpertsMethod(TakenOver):
         self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer from SGLang's tensors, and drop those; or require that an update is whole.
-
-        Raises:
-            CheckpointError: if a part of a tensor was never loaded.
-            PlanError, VerificationError: as :meth:`PackedLayer.pack`.
-        """
+        """Pack the layer from SGLang's tensors, and drop those; or require that an update is whole."""
         if self.updated:
             if self in self.unfinished:  # the end of an update from disk or through IPC
                 self.loaded.require_all()
@@ -98,11 +89,7 @@ class PackedExpertsMethod(TakenOver):
         """Do nothing: the first part that arrives makes room for all."""
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return this rank's weighted sum [T, H], which SGLang combines and reduces.
-
-        Raises:
-            UnsupportedProblem: if SGLang quantized x, or did not choose the experts.
-        """
+        """Return this rank's weighted sum [T, H], which SGLang combines and reduces."""
         x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
         if dispatch_output.hidden_states_scale is not None or not TopKOutputChecker.format_is_standard(chosen):
             raise UnsupportedProblem(

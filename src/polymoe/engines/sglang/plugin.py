@@ -86,11 +86,7 @@ class LayerHooks(LayerChooser):
             topk.topk_config.output_format = TopKOutputFormat.STANDARD
 
     def require_whole_layers(self, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-        """Before the model runs.
-
-        Raises:
-            UnsupportedProblem: if an update of a layer has not ended: others may have new weights already.
-        """
+        """Before the model runs: refuse if an update of a layer has not ended, as others may have new weights."""
         if not forward_batch.forward_mode.is_idle():
             self.updates.require_whole(runner.model.modules())
         if self.unfinished and not forward_batch.forward_mode.is_idle():
@@ -112,12 +108,7 @@ class LayerHooks(LayerChooser):
         return original(updater, named_tensors, load_format)
 
     def method(self, layer: Any, method: Any, asked: Asked) -> Any:
-        """Return the method for a layer: polymoe's, or SGLang's own ``method``.
-
-        Args:
-            layer: SGLang's ``FusedMoE``, half made.
-            method: the one that SGLang has chosen.
-            asked: the sizes that the model asked for.
+        """Return the method for a layer that is half made: polymoe's, or SGLang's own ``method``.
 
         Raises:
             PlanError: unless all ranks that share the layer's experts plan alike.

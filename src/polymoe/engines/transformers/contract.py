@@ -74,11 +74,8 @@ HOOKS = (
 
 
 def require_contract() -> None:
-    """Check the installed version of Transformers; warn, once, if it is newer than :data:`NEWEST`.
-
-    Raises:
-        UnsupportedProblem: naming the first part that is not as expected.
-    """
+    """Raise UnsupportedProblem for the first part of the installed Transformers that is not as expected; warn, once, if
+    it is newer than :data:`NEWEST`."""
     found = _difference()
     if found is not None:
         raise unsupported(*found)

@@ -177,11 +177,7 @@ def _addresses(module: nn.Module) -> tuple[int, ...]:
 
 
 def require_capturable(model: nn.Module) -> None:
-    """Check that calls of a model's experts can be captured in a CUDA graph.
-
-    Raises:
-        UnsupportedProblem: naming the backend that cannot be captured.
-    """
+    """Raise UnsupportedProblem if a backend of a model's experts cannot be captured in a CUDA graph."""
     for name, module in model.named_modules():
         if not isinstance(module, FusedExperts):
             continue

@@ -50,7 +50,6 @@ def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], 
         model: without weights, its experts replaced.
         source: the checkpoint's ``quantization_config``.
         experts: names of the modules that replace experts.
-        device_map: of ``from_pretrained``.
 
     Raises:
         MissingDependency: if a package that it needs is not installed.

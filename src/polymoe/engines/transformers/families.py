@@ -107,9 +107,7 @@ class PackedLlama4Moe(nn.Module):
         """``[T, H]`` and router logits ``[T, E]`` from ``[..., H]``."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores_TE, logits_TE = self.router(x_TH)
-        weights_TA, ids_TA = scores_TE.topk(
-            self.top_k, dim=1
-        )  # experts that the router did not choose have a score of 0
+        weights_TA, ids_TA = scores_TE.topk(self.top_k, dim=1)  # what the router did not choose has a score of 0
         return self.shared_expert(x_TH) + self.experts(x_TH, ids_TA, weights_TA), logits_TE
 
 
@@ -135,11 +133,7 @@ class TransformersFamily:
     since: str = "5.16"
 
     def require_dtype(self, dtype: torch.dtype) -> None:
-        """Check that the installed version of Transformers runs the family in ``dtype``.
-
-        Raises:
-            UnsupportedProblem: if it does not; the hint says what does.
-        """
+        """Raise UnsupportedProblem if the installed version of Transformers does not run the family in ``dtype``."""
         if dtype != torch.float32 and Version(transformers.__version__) < Version(self.since):
             raise UnsupportedProblem(
                 f"{self.model_type} in {dtype}".replace("torch.", ""),
@@ -171,11 +165,7 @@ def family_named(model_type: str) -> TransformersFamily:
 
 
 def require_model(model_type: str) -> None:
-    """Check that the installed version of Transformers has a model of this type.
-
-    Raises:
-        UnsupportedProblem: if it has none.
-    """
+    """Raise UnsupportedProblem if the installed version of Transformers has no model of this type."""
     names = {row.model_type: row.same_as or row.model_type for row in TRANSFORMERS_FAMILIES}
     if names.get(model_type, model_type) not in CONFIG_MAPPING:
         raise UnsupportedProblem(
@@ -230,11 +220,6 @@ def use_own_name(config: Any) -> Any:
 
 def pack_modules(model: Any, family: TransformersFamily, parts: Sequence[Checkpoint]) -> dict[str, tuple[int, int]]:
     """Replace a model's experts by packed ones, still empty.
-
-    Args:
-        model: of Transformers.
-        family: its row.
-        parts: of its checkpoint.
 
     Returns:
         For the name of each :class:`PackedExperts` the index of its part of the checkpoint, and its layer.

@@ -72,7 +72,6 @@ def check_tokens(model: Any, vocabulary: int, where: str) -> None:
     """Check that every token that may be fed to a model has a row in its embedding.
 
     Args:
-        model: with its generation config.
         vocabulary: one more than the largest id of its tokenizer.
         where: names the checkpoint in errors.
 

@@ -296,11 +296,7 @@ class PackedQuantizer(HfQuantizer):
             )
 
     def is_serializable(self) -> bool:  # type: ignore[override]
-        """Refuse to save: a packed model has no expert tensors.
-
-        Raises:
-            UnsupportedProblem: always.
-        """
+        """Refuse to save: a packed model has no expert tensors."""
         where = self.checkpoint.name if self.checkpoint else "the checkpoint"
         raise UnsupportedProblem(
             "save_pretrained",

@@ -62,10 +62,6 @@ def set_response_template(tokenizer: Any, config: Any = None) -> None:
 
     That is polymoe's for gpt-oss, or None, with which Transformers takes its own for the model type. Where that is for
     another chat format than the checkpoint's, all text up to the end token is the answer.
-
-    Args:
-        tokenizer: one of Transformers'.
-        config: the model's config in Transformers, if it is known.
     """
     format = str(getattr(tokenizer, "chat_template", None))
     tokenizer.response_template = _HARMONY if "<|channel|>" in format else None

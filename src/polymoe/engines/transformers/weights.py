@@ -25,11 +25,9 @@ from polymoe.errors import ArgumentError, CheckpointError
 
 
 def model_from_tensors(config: Any, tensors: DenseTensors, where: str, **kwargs: Any) -> Any:
-    """A model in evaluation mode.
+    """A model in evaluation mode, of a config of Transformers.
 
     Args:
-        config: of Transformers.
-        tensors: those of the checkpoint.
         where: the checkpoint's name, for the model and for errors.
         kwargs: for ``from_pretrained``.
 

@@ -36,15 +36,8 @@ def role_of(config: Any) -> str:
 
 
 def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where: str) -> Reasons:
-    """Return what the user, or vLLM in this layer, asks for that rules polymoe out, before anything is created.
-
-    Args:
-        layer: vLLM's ``RoutedExperts``.
-        moe: its ``FusedMoEConfig``.
-        config: the ``VllmConfig``.
-        settings: the user's.
-        where: the layer's name.
-    """
+    """Return what the user, or vLLM in this layer, asks for that rules polymoe out, before anything is created: by the
+    layer, a ``RoutedExperts``, its ``FusedMoEConfig`` and the ``VllmConfig``."""
     parallel, reasons = moe.moe_parallel_config, Reasons()
     settings.need_included(reasons, where)
     reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
@@ -127,11 +120,8 @@ def gathers(parallel: Any) -> bool:
 
 
 def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Mapping[str, Tensor]:
-    """Return the parameters that ``method`` would create for the layer, on the meta device, by name.
-
-    Raises:
-        Exception: whatever the method raises for a layer that it cannot have.
-    """
+    """Return the parameters that ``method`` would create for the layer, on the meta device, by name; it raises whatever
+    it raises for a layer that it cannot have."""
     trial: Any = nn.Module()
     # Of ModelOpt's MXFP8: it compares its arguments with the layer's sizes.
     trial.hidden_size, trial.intermediate_size_per_partition = moe.hidden_dim, intermediate
@@ -156,12 +146,9 @@ def facts_of(
     """Return the facts of the layer.
 
     Args:
-        layer: vLLM's ``RoutedExperts``.
         method: its quantization method, made with a neutral choice of backend.
-        moe: its ``FusedMoEConfig``.
         tensors: as :func:`created_tensors` returns them.
         intermediate: F on this rank, with padding.
-        where: the layer's name.
         invariant: whether vLLM promises batch invariance.
     """
     parallel, reasons = moe.moe_parallel_config, Reasons()

@@ -56,11 +56,7 @@ class PackedMethod(TakenOver):
         return hidden_size, self.plan.experts.intermediate
 
     def create_weights(self, layer: Any, **given: Any) -> None:  # as vLLM calls it: all by keyword
-        """Create vLLM's tensors on the meta device.
-
-        Raises:
-            FormatError: if they are not those that the layer was planned for.
-        """
+        """Create vLLM's tensors on the meta device."""
         given["weight_loader"] = MethodType(_load, layer)
         layer.weight_loader = given["weight_loader"]  # trainers such as verl set it on parameters again
         before = set(layer._parameters)
@@ -73,12 +69,7 @@ class PackedMethod(TakenOver):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer from vLLM's tensors, and drop those; make vLLM's kernel, unless its runner gathers tokens.
-
-        Raises:
-            CheckpointError: if a part of a tensor was never loaded.
-            PlanError, VerificationError: as :meth:`PackedLayer.pack`.
-        """
+        """Pack the layer from vLLM's tensors, and drop those; make vLLM's kernel, unless its runner gathers tokens."""
         if getattr(layer, _DONE, False):
             return
         if self.incoming is not None:
@@ -107,11 +98,8 @@ class PackedMethod(TakenOver):
         return layer.moe_config.moe_parallel_config.enable_eplb
 
     def require_places(self, layer: Any) -> None:
-        """Refuse new weights of a packed layer whose experts may have moved.
-
-        Raises:
-            UnsupportedProblem: vLLM loads each expert to the place that it had at first, and tells nobody.
-        """
+        """Refuse new weights of a packed layer whose experts may have moved: vLLM loads each to the place that it had
+        at first, and tells nobody."""
         if self.updated and self.is_balanced(layer):
             raise UnsupportedProblem(
                 f"new weights of {self.packed.where}",
@@ -238,9 +226,6 @@ def _load_plain(
     """Take new weights in 16 bits for a layer that is packed; with the last one, pack it.
 
     They come in a reload, which vLLM ends itself, or (``done``) by the model's ``load_weights`` alone.
-
-    Raises:
-        CheckpointError, FormatError, UnsupportedProblem: as :meth:`TakenOver.take`.
     """
     method: PackedMethod = layer.quant_method
     place = expert if expert is None or layer.expert_map is None else int(layer.expert_map[expert])

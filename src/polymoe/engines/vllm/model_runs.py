@@ -11,10 +11,7 @@ from polymoe.errors import UnsupportedProblem
 
 
 def guard_model_runs(updates: Updates) -> None:
-    """Make this process refuse to run a model, or its drafter, while an update of its experts has not ended.
-
-    Args:
-        updates: of all layers of the process.
+    """Make this process refuse to run a model, or its drafter, while one of ``updates`` has not ended.
 
     Raises:
         UnsupportedProblem: if this vLLM has no such place; nothing is changed then.

@@ -101,13 +101,7 @@ def _runs(problem: Problem) -> bool:
 
 
 class ModularExperts(FusedMoEExpertsModular):
-    """The experts of one layer, run by ``method``: x in 16 bits, and rows of the output that are weighted and summed.
-
-    Args:
-        method: polymoe's, whose layer is packed.
-        layer: vLLM's ``RoutedExperts``.
-        moe_config, quant_config: as vLLM's experts have them.
-    """
+    """The experts of one packed layer, run by its ``method``: x in 16 bits, rows of the output weighted and summed."""
 
     weighs_input = False
     """Whether the steps before the experts weight a token that its experts' input is weighted by."""
@@ -186,7 +180,6 @@ class BatchedExperts(ModularExperts):
     The plan is that of a call with as many tokens as all batches have rows, and rows of no token are written, too.
 
     Args:
-        method, layer, moe_config, quant_config: as in :class:`ModularExperts`.
         max_num_tokens, num_dispatchers: most tokens of a rank, and the number of ranks: a batch has as many rows.
     """
 
