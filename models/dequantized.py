@@ -16,11 +16,17 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
-from polymoe.engines.transformers.families import auto_class, registered_names, use_own_name
+from polymoe.engines.transformers.families import registered_names, use_own_name
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class that loads the whole model of ``config``, with its vision tower if it has one."""
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
 def own(path: str | Path, dtype: torch.dtype) -> Any:

@@ -71,9 +71,10 @@ class TrainedFamily:
 
     def build(self) -> Any:
         """Return an untrained float32 model of Transformers."""
+        from dequantized import auto_class
         from transformers import AutoConfig
 
-        from polymoe.engines.transformers.families import auto_class, register_names, use_own_name
+        from polymoe.engines.transformers.families import register_names, use_own_name
 
         register_names()
         # A copy, since Transformers adds to the dicts that it is given.

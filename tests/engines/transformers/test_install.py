@@ -16,6 +16,7 @@ from support.written import patch_config
 
 pytest.importorskip("transformers")
 
+from dequantized import auto_class
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,7 +31,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, uninstall
-from polymoe.engines.transformers.families import auto_class
 from polymoe.engines.transformers.loading import installed
 from support.family_checkpoints import token_ids
 from support.packed_model import CHECKPOINT, batch, dequantized, experts_of

@@ -54,13 +54,11 @@ class PackedExpertsMethod(TakenOver):
         # Of the model, to which each layer is moved.
         self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
-        for name in unread:  # loaded by name
+        for name in unread | (
+            set(PLAIN) - set(self.created)
+        ):  # loaded by name; PLAIN is what new weights have in 16 bits
             empty = nn.Parameter(torch.empty(0), requires_grad=False)
-            empty.weight_loader = _discard  # type: ignore[attr-defined]
-            layer.register_parameter(name, empty)
-        for name in set(PLAIN) - set(self.created):  # by which new weights come in 16 bits
-            empty = nn.Parameter(torch.empty(0), requires_grad=False)
-            empty.weight_loader = given["weight_loader"]  # type: ignore[attr-defined]
+            empty.weight_loader = _discard if name in unread else given["weight_loader"]  # type: ignore[attr-defined]
             layer.register_parameter(name, empty)
         # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
         layer.register_buffer("packed_on", torch.empty(0), persistent=False)

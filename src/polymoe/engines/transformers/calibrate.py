@@ -107,7 +107,7 @@ def _experts_forward(
     measured: Mapping[nn.Module, _Measured], experts: nn.Module, *args: Tensor, **others: Any
 ) -> Tensor:
     """Transformers calls this instead of the forward of ``experts``: one expert after the other."""
-    x_TH, ids_TA, weights_TA = checked_call(type(experts).__name__, args, others)[:3]
+    x_TH, ids_TA, weights_TA = checked_call(type(experts).__name__, args, others)
     squares, activation = measured[experts]
     matrices = projections(experts, dict(experts.named_parameters(recurse=False)))
     out_TH = torch.zeros_like(x_TH)

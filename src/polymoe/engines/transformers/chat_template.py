@@ -56,6 +56,7 @@ class BoundedChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        _renderer(os.getpid()).start()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -77,11 +78,6 @@ class BoundedChatTemplate:
         chats = [[{"role": "user", "content": each}] for each in ([text] if isinstance(text, str) else text)]
         method = type(self._tokenizer).apply_chat_template
         return method(self._tokenizer, chats[0] if isinstance(text, str) else chats, chat_template=_AS_IT_IS, **given)
-
-
-def start_renderer() -> None:
-    """Start the process that renders templates, if there is none, without waiting for it."""
-    _renderer(os.getpid()).start()
 
 
 @functools.cache

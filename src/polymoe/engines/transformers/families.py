@@ -8,7 +8,6 @@ exceptions.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.architectures.experts import expert_groups
@@ -81,8 +78,7 @@ class PackedExperts(nn.Module):
         Raises:
             UnsupportedProblem: for other arguments, or another order.
         """
-        if self.fused is None:
-            raise AssertionError("PackedExperts called before its weights were loaded")
+        assert self.fused is not None, "PackedExperts called before its weights were loaded"
         x_TH, ids_TA, weights_TA = checked_call("PackedExperts", args, others)
         spec = self.fused.problem.spec
         if spec.first_expert:  # Transformers calls each rank with numbers among its own experts, and one more for none
@@ -143,13 +139,11 @@ class TransformersFamily:
             )
 
 
-_LLAMA4 = functools.partial(TransformersFamily, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
-
 TRANSFORMERS_FAMILIES = (
     TransformersFamily("kimi_k2", same_as="deepseek_v3"),
     TransformersFamily("deepseek_v4", since="5.20"),
-    _LLAMA4("llama4"),
-    _LLAMA4("llama4_text"),
+    TransformersFamily("llama4", "Llama4TextMoe", PackedLlama4Moe, "experts"),
+    TransformersFamily("llama4_text", "Llama4TextMoe", PackedLlama4Moe, "experts"),
 )
 """Families that need more than their experts modules say; every other one with these modules needs no row."""
 
@@ -177,11 +171,6 @@ def require_model(model_type: str) -> None:
 
 
 _WITHOUT_MODEL = "polymoe.load_experts and polymoe.explain read the experts without a model"
-
-
-def auto_class(config: Any) -> Any:
-    """The auto class that loads the whole model of ``config``, with its vision tower if it has one."""
-    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
 def register_names() -> tuple[str, ...]:

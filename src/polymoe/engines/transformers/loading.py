@@ -275,13 +275,13 @@ class PolymoeConfig(QuantizationConfigMixin):
         self.backend, self.role, self.expert_memory = backend, role, expert_memory
         self.experts = None if experts is None else require_format(experts)
         register_names()
-        _hook()
+        if not _hooked():
+            _hook(None)
 
 
-def _hook() -> None:
-    """Let :func:`_choose_quantizer` see every choice of a quantizer, without a default of its own."""
-    if not _hooked():
-        modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, None)
+def _hook(default: Mapping[str, str] | None) -> None:
+    """Let :func:`_choose_quantizer` see every choice of a quantizer, and the model's config."""
+    modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, default)
 
 
 def _hooked() -> bool:
@@ -305,9 +305,7 @@ def install(*, backend: str = "auto", role: str = "mixed") -> None:
     uninstall()
     register()
     register_names()
-    # Here Transformers chooses a quantizer, and has the model's config.
-    default = {"backend": backend, "role": role}
-    modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, default)
+    _hook({"backend": backend, "role": role})
 
 
 def uninstall() -> None:

@@ -19,7 +19,7 @@ from polymoe.checkpoint.hub import locate
 from polymoe.checkpoint.opener import exists, read_json
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from polymoe.common.untrusted import reading
-from polymoe.engines.transformers.chat_template import BoundedChatTemplate, start_renderer
+from polymoe.engines.transformers.chat_template import BoundedChatTemplate
 from polymoe.engines.transformers.replies import set_response_template
 from polymoe.errors import CheckpointError
 
@@ -74,7 +74,6 @@ def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: A
         )
     if getattr(tokenizer, "chat_template", None) is not None:
         tokenizer.apply_chat_template = BoundedChatTemplate(tokenizer)
-        start_renderer()
     set_response_template(tokenizer, config)
     return tokenizer
 

@@ -39,7 +39,6 @@ from polymoe.problem.tensors import ExpertsSpec
 
 _HIDDEN, _INTERMEDIATE, _EXPERTS = 2048, 1024, 8
 
-
 _ELEMENTS: dict[Any, Element] = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e2m1"}
 _SCALES: dict[Any, ScaleDtype] = {
     torch.float32: "float32",
@@ -86,9 +85,6 @@ def _usual(encoding: Encoding | None = None, activation: Activation | None = Non
         gate=held if function.gated else None,
         up=held,
         down=held,
-        bias=False,
-        first_expert=0,
-        local_experts=_EXPERTS,
     )
     return Problem(spec=spec, activation=function, top_k=2)
 
