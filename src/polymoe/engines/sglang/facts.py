@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polymoe.engines.serving.loading import load_nothing
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG
 from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
@@ -165,7 +166,7 @@ def trial_tensors(layer: Any, method: Any, asked: Asked) -> Mapping[str, Tensor]
         hidden_size=layer.hidden_size,
         intermediate_size_per_partition=layer.intermediate_size_per_partition,
         params_dtype=layer.moe_runner_config.params_dtype,
-        weight_loader=_load_nothing,
+        weight_loader=load_nothing,
         with_bias=layer.with_bias,
         moe_intermediate_size=asked.intermediate,
     )
@@ -240,7 +241,3 @@ def _described(config: Any) -> str:
     names = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
     constants = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
     return " ".join([config.activation, *([] if config.is_gated else ["without gate"]), *constants])
-
-
-def _load_nothing(*_: Any, **__: Any) -> None:
-    """Stands for a loader where nothing is loaded."""

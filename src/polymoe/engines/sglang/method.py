@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker  # pyright: ignore
 from torch import Tensor, nn
 
-from polymoe.engines.serving.loading import LoadedParts
+from polymoe.engines.serving.loading import LoadedParts, load_nothing
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.sglang.facts import create_tensors
 from polymoe.errors import UnsupportedProblem
@@ -58,7 +58,7 @@ class PackedExpertsMethod(TakenOver):
             set(PLAIN) - set(self.created)
         ):  # loaded by name; PLAIN is what new weights have in 16 bits
             empty = nn.Parameter(torch.empty(0), requires_grad=False)
-            empty.weight_loader = _discard if name in unread else given["weight_loader"]  # type: ignore[attr-defined]
+            empty.weight_loader = load_nothing if name in unread else given["weight_loader"]  # type: ignore[attr-defined]
             layer.register_parameter(name, empty)
         # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
         layer.register_buffer("packed_on", torch.empty(0), persistent=False)
@@ -116,15 +116,17 @@ class PackedExpertsMethod(TakenOver):
             **more: Any,
         ) -> Any:
             name = next(name for name, parameter in layer._parameters.items() if parameter is param)
-            expert = more.get("expert_id", expert_id[0] if expert_id else None)
+            expert, rest = (
+                more.get("expert_id", expert_id[0] if expert_id else None),
+                (weight_name, shard_id, *expert_id),
+            )
             place = None if expert is None else layer._map_global_expert_id_to_local_expert_id(expert)
             if place == -1:  # another rank's
-                return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+                return theirs(param, loaded_weight, *rest, **more)
             bias = self.updated and name in self.experts.biases and self not in self.unfinished
             if bias or self.is_plain(name, loaded_weight):
                 if bias and self.incoming is None:  # to be loaded by SGLang, if the first matrix is not in 16 bits
-                    again = functools.partial(load, param, loaded_weight.clone(), weight_name, shard_id)
-                    kept = functools.partial(again, *expert_id, **more)
+                    kept = functools.partial(load, param, loaded_weight.clone(), *rest, **more)
                     self.again = (*(self.again if self.early else ()), kept)
                 if self.take(loaded_weight, name, shard_id, place, (layer.moe_tp_rank, layer.moe_tp_size)):
                     self.pack_incoming(layer, in_place=True)
@@ -135,7 +137,7 @@ class PackedExpertsMethod(TakenOver):
             if self.updated and not new:  # an update that failed is sent once more
                 self.loaded = LoadedParts(self.experts)
                 self.loaded.note(name, loaded_weight, shard_id, place)
-            result = theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+            result = theirs(param, loaded_weight, *rest, **more)
             if self.updated and not self.loaded.missing:
                 self._end_update(layer)
             return result
@@ -177,7 +179,3 @@ def _empty(layer: nn.Module, name: str) -> None:
     parameter = layer._parameters[name]
     assert parameter is not None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-
-def _discard(*_: Any, **__: Any) -> None:
-    """Load nothing: the tensor is not read."""

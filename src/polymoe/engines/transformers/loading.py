@@ -339,18 +339,18 @@ def _choose_quantizer(
         asked = quantization_config
         options = {name: getattr(asked, name) for name in ("backend", "role", "experts", "expert_memory")}
         _require_packable(config, found or asked.experts, kwargs.get("gguf_file"))
-        found = found or ({"quant_method": "none"} if asked.experts else None)
+        found = found or {"quant_method": "none"}
         quantization_config = None
     if options is None or kwargs.get("gguf_file"):
         return theirs(config, quantization_config, *args, **kwargs)
     keeps = not any(getattr(c, "dequantize", False) for c in (quantization_config, found))
     if found and keeps:
         source = found if isinstance(found, Mapping) else found.to_dict()
-        requested = source.get("quant_method") == INTERFACE_NAME  # by load
-        if not requested and _unpackable(config) is None:
+        if source.get("quant_method") == INTERFACE_NAME:  # by load
+            quantization_config = None
+        elif _unpackable(config) is None:
             _request_packing(config, source, **options)
-            requested = True
-        quantization_config = None if requested else quantization_config
+            quantization_config = None
     use_own_name(config)
     return theirs(config, quantization_config, *args, **kwargs)
 

@@ -117,14 +117,8 @@ def load_transformers_packed(
     **kwargs: Any,
 ) -> Any:
     """A model in evaluation mode whose experts stay packed in Transformers. Use and run it within
-    :func:`local_kernels`.
-
-    Args:
-        path: a checkpoint's directory or a Hub id.
-        device: one device for the whole model.
-        dtype: of weights that are not quantized; None is bfloat16.
-        experts: must be None: Transformers packs what is stored in the format.
-        kwargs: for Transformers' ``from_pretrained``.
+    :func:`local_kernels`. The arguments are those of :func:`load_dequantized`, without ``experts``: Transformers packs
+    what is stored in the format.
 
     Raises:
         CheckpointError: for a path without a checkpoint, or if Transformers does not find its kernels.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.engines.hooks import missing_hooks
+from polymoe.engines.serving.loading import load_nothing
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import BALANCING, LayerFacts, method_facts
@@ -132,7 +133,7 @@ def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Map
             hidden_size=moe.hidden_dim,
             intermediate_size_per_partition=intermediate,
             params_dtype=layer.params_dtype,
-            weight_loader=_load_nothing,
+            weight_loader=load_nothing,
             global_num_experts=moe.num_experts,
             unpadded_hidden_size=moe.hidden_dim,
             intermediate_size_full=moe.intermediate_size,
@@ -203,7 +204,3 @@ def _first_expert(layer: Any) -> int | None:
         bool(local) and local == list(range(local[0], local[0] + len(local))) and places == list(range(len(local)))
     )
     return local[0] if ordered else None
-
-
-def _load_nothing(*_: Any, **__: Any) -> None:
-    """Stands for a loader where nothing is loaded."""

@@ -20,12 +20,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 
 from polymoe.backends.base import mapped_ids
-from polymoe.engines.serving.loading import LoadedParts
+from polymoe.engines.hooks import missing_hooks, wrap
+from polymoe.engines.serving.loading import LoadedParts, load_nothing
+from polymoe.engines.serving.refit import Updates
 from polymoe.engines.serving.stand_aside import BALANCING
 from polymoe.engines.serving.take_over import PLAIN, TakenOver
 from polymoe.engines.vllm.balancing import let_experts_move
 from polymoe.engines.vllm.facts import exchanges_batches, gathers
-from polymoe.engines.vllm.model_runs import guard_model_runs
+from polymoe.engines.vllm.hooks import RUN_HOOK
 from polymoe.errors import UnsupportedProblem
 from polymoe.problem.activation_quantization import FP8_GROUP128
 from polymoe.problem.call import TORCH_DTYPES
@@ -120,7 +122,7 @@ class PackedMethod(TakenOver):
         """Return an empty parameter. A reload replaces parameters, and no other attributes."""
         empty = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
         read = name in self.experts.names or name in PLAIN
-        empty.weight_loader = MethodType(_load, layer) if read else _discard  # type: ignore[attr-defined]
+        empty.weight_loader = MethodType(_load, layer) if read else load_nothing  # type: ignore[attr-defined]
         return empty
 
     def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
@@ -235,7 +237,7 @@ def _load_plain(
     if not param.is_meta and not done:  # the reload hands over again what has arrived
         return True
     if not method.updates.pending:
-        guard_model_runs(method.updates)
+        _guard_model_runs(method.updates)
     info = get_layerwise_info(layer)
     if param.is_meta and len(info.loaded_weights) == 1:
         method.forget_early()  # of a reload that ended before its last tensor
@@ -250,6 +252,24 @@ def _load_plain(
     return True
 
 
-def _discard(param: Any, loaded_weight: Tensor, *_: Any, return_success: bool = False, **__: Any) -> bool | None:
-    """Load nothing: the tensor is not read."""
-    return True if return_success else None
+def _guard_model_runs(updates: Updates) -> None:
+    """Make this process refuse to run a model, or its drafter, while one of ``updates`` has not ended.
+
+    Raises:
+        UnsupportedProblem: if this vLLM has no such place; nothing is changed then.
+    """
+    lacking = missing_hooks((RUN_HOOK,))
+    if lacking:
+        raise UnsupportedProblem("new weights in 16 bits", expected=f"vLLM with {RUN_HOOK}", got=f"no {lacking[0]}")
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # pyright: ignore
+
+    def execute_model(theirs: Any, worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(scheduler_output, "total_num_scheduled_tokens", 1):
+            runner = worker.worker.model_runner
+            models: tuple[Any, ...] = (runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None))
+            for model in models:
+                if hasattr(model, "modules"):  # other drafters than models have none
+                    updates.require_whole(model.modules())
+        return theirs(worker, scheduler_output, *args, **kwargs)
+
+    wrap(WorkerWrapperBase, "execute_model", execute_model)
