@@ -114,16 +114,16 @@ def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **
     x_TH, ids_TA, _ = call[:3]
     parameters = {name: _autocast(parameter.detach()) for name, parameter in parameters.items()}
     state = (backend, *[(name, p.dtype, p.device, p.shape) for name, p in parameters.items()])
-    asked, tensors = (state, x_TH.dtype, ids_TA.shape[1]), list(_views(experts, parameters).values())
+    asked = state, x_TH.dtype, ids_TA.shape[1]
     if torch.compiler.is_compiling():
         known: _Known | None = getattr(experts, _NAME, None)
         plans = _traced_plans(id(experts), *asked) if known is None or known.state != state else known.plans
-        return compiled_call(plans, tensors, call)
+        return compiled_call(plans, list(_views(experts, parameters).values()), call)
     if is_tracing():
-        return compiled_call(_known_before(experts, state), tensors, call)
+        return compiled_call(_known_before(experts, *asked), list(_views(experts, parameters).values()), call)
     known = _known(experts, *asked)
     _note_capture(experts, known, x_TH)
-    layer = known.plans.layer(tensors)
+    layer = known.plans.layer(list(_views(experts, parameters).values()))
     call.check(layer.plans.problem, layer.device)
     return layer.run(call)
 
@@ -172,7 +172,7 @@ def _known(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top
     return known
 
 
-def _known_before(experts: nn.Module, state: tuple[Any, ...]) -> PlanCache:
+def _known_before(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
     """As :func:`_known`, while ``torch.jit.trace`` records: what new plans compute would be in the trace."""
     known: _Known | None = vars(experts).get(_NAME)
     if known is None or known.state != state:

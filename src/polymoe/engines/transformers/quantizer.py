@@ -12,7 +12,6 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,10 @@ def _agreeing(group: Any, where: str) -> Iterator[None]:
         raise
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class PackedConfig(QuantizationConfigMixin):
     """The quantization config of a model with packed experts: the checkpoint's own, and how to pack.
 
-    Attributes:
+    Args:
         source: the checkpoint's ``quantization_config``, wherever it was found.
         checkpoint: the open checkpoint; None is that of the files that Transformers has found.
         backend, role: as in :func:`polymoe.load_experts`.
@@ -97,15 +95,22 @@ class PackedConfig(QuantizationConfigMixin):
         dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers.dense_quantizer.DENSE`.
     """
 
-    quant_method: str = INTERFACE_NAME  # type: ignore[assignment]
-    source: dict[str, Any]
-    checkpoint: Checkpoint | None = None
-    backend: str = "auto"
-    role: str = "mixed"
-    device: str | None = None
-    dense: str = "16bit"
-    expert_memory: str | None = None
-    experts: str | None = None
+    def __init__(
+        self,
+        source: dict[str, Any],
+        *,
+        checkpoint: Checkpoint | None = None,
+        backend: str = "auto",
+        role: str = "mixed",
+        device: str | None = None,
+        dense: str = "16bit",
+        expert_memory: str | None = None,
+        experts: str | None = None,
+        **_: Any,
+    ) -> None:
+        self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
+        self.source, self.checkpoint, self.backend, self.role = source, checkpoint, backend, role
+        self.device, self.dense, self.expert_memory, self.experts = device, dense, expert_memory, experts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "checkpoint": None}  # whose open files cannot be saved
@@ -296,7 +301,11 @@ class PackedQuantizer(HfQuantizer):
             )
 
     def is_serializable(self) -> bool:  # type: ignore[override]
-        """Refuse to save: a packed model has no expert tensors."""
+        """Refuse to save: a packed model has no expert tensors.
+
+        Raises:
+            UnsupportedProblem: always.
+        """
         where = self.checkpoint.name if self.checkpoint else "the checkpoint"
         raise UnsupportedProblem(
             "save_pretrained",
