@@ -100,7 +100,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(theirs, *args, **kwargs)
 
     setattr(ours, _MARK, True)
-    setattr(owner, name, ours)
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(ours) if static else ours)
 
 
 def differences(hooks: Iterable[Hook]) -> Iterator[tuple[Hook, str]]:

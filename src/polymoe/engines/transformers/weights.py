@@ -8,7 +8,6 @@ files, so that nothing is read twice or kept.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from polymoe.checkpoint.architectures.config import model_class
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.common.units import first_few
 from polymoe.common.untrusted import reading
+from polymoe.engines.hooks import wrap
 from polymoe.engines.transformers.families import PackedExperts, refuse_expert_tensors
 from polymoe.errors import ArgumentError, CheckpointError
 
@@ -60,35 +60,38 @@ def watch_loading() -> None:
     are. And Transformers makes up missing tensors, in sizes that the config says: a config must not fill the memory.
     Nothing changes for other models.
     """
-    theirs: Callable[..., Any] = PreTrainedModel._load_pretrained_model
-    if getattr(theirs, "watched", False):
-        return
+    wrap(PreTrainedModel, "_load_pretrained_model", _load)
 
-    @functools.wraps(theirs)
-    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = state_dict.where if isinstance(state_dict, DenseTensors) else ""
-        read_others: Callable[..., Any] | None = getattr(load_config.hf_quantizer, "read_others", None)
-        # Once for each model: what is loaded into it later is an adapter.
-        adapter = False
-        if read_others is not None and load_config.hf_quantizer.dense_tensors is None:
-            quantizer = load_config.hf_quantizer
-            state_dict, checkpoint_files = read_others(model, load_config, state_dict), None
-            load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
-        elif any(isinstance(module, PackedExperts) for module in model.modules()):
-            adapter = True
-            refuse_expert_tensors(_names(state_dict, checkpoint_files))
-        loaded = theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        if adapter:
-            refuse_expert_tensors(loaded[0].unexpected_keys)
-        if whole:
-            info = loaded[0]
-            for name, reason in sorted(info.conversion_errors.items()):
-                raise CheckpointError(name, expected="tensors that fit together", got=reason.strip(), hint=_HINT)
-            _require_all(whole, _made_up(model, info.missing_keys), info.mismatched_keys)
-        return loaded
 
-    load.watched = True  # type: ignore[attr-defined]
-    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+def _load(
+    theirs: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    whole = state_dict.where if isinstance(state_dict, DenseTensors) else ""
+    read_others: Callable[..., Any] | None = getattr(load_config.hf_quantizer, "read_others", None)
+    # Once for each model: what is loaded into it later is an adapter.
+    adapter = False
+    if read_others is not None and load_config.hf_quantizer.dense_tensors is None:
+        quantizer = load_config.hf_quantizer
+        state_dict, checkpoint_files = read_others(model, load_config, state_dict), None
+        load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
+    elif any(isinstance(module, PackedExperts) for module in model.modules()):
+        adapter = True
+        refuse_expert_tensors(_names(state_dict, checkpoint_files))
+    loaded = theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    if adapter:
+        refuse_expert_tensors(loaded[0].unexpected_keys)
+    if whole:
+        info = loaded[0]
+        for name, reason in sorted(info.conversion_errors.items()):
+            raise CheckpointError(name, expected="tensors that fit together", got=reason.strip(), hint=_HINT)
+        _require_all(whole, _made_up(model, info.missing_keys), info.mismatched_keys)
+    return loaded
 
 
 def _names(state_dict: Mapping[str, Any] | None, files: Iterable[str] | None) -> Iterator[str]:
