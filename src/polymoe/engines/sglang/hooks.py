@@ -6,6 +6,7 @@ from polymoe.engines.hooks import Hook
 
 _MOE = "sglang.srt.layers.moe"
 _LAYER = f"{_MOE}.fused_moe_triton.layer"
+_QUANTIZATION = "sglang.srt.layers.quantization.base_config"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 INIT = f"{_LAYER}.FusedMoE.__init__"
@@ -29,16 +30,16 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_LAYER, "FusedMoE.weight_loader_fused: self, param, loaded_weight, weight_name, shard_id"),
     Hook(_LAYER, "FusedMoE._map_global_expert_id_to_local_expert_id: self, expert_id"),
     Hook(
-        "sglang.srt.layers.quantization.base_config",
+        _QUANTIZATION,
         "FusedMoEMethodBase.create_weights: "
         "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype",
     ),
     Hook(
-        "sglang.srt.layers.quantization.base_config",
+        _QUANTIZATION,
         "FusedMoEMethodBase.create_moe_runner: self, layer, moe_runner_config",
     ),
-    Hook("sglang.srt.layers.quantization.base_config", "FusedMoEMethodBase.apply: self, layer, dispatch_output"),
-    Hook("sglang.srt.layers.quantization.base_config", "QuantizeMethodBase.process_weights_after_loading: self, layer"),
+    Hook(_QUANTIZATION, "FusedMoEMethodBase.apply: self, layer, dispatch_output"),
+    Hook(_QUANTIZATION, "QuantizeMethodBase.process_weights_after_loading: self, layer"),
     Hook(
         f"{_MOE}.moe_runner.base",
         "MoeRunnerConfig: activation, apply_router_weight_on_input, gate_up_interleaved, gemm1_alpha, "

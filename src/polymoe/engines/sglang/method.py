@@ -54,9 +54,8 @@ class PackedExpertsMethod(TakenOver):
         # Of the model, to which each layer is moved.
         self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
-        for name in unread | (
-            set(PLAIN) - set(self.created)
-        ):  # loaded by name; PLAIN is what new weights have in 16 bits
+        in_16_bits = set(PLAIN) - set(self.created)  # by these names new weights come in 16 bits
+        for name in unread | in_16_bits:
             empty = nn.Parameter(torch.empty(0), requires_grad=False)
             empty.weight_loader = load_nothing if name in unread else given["weight_loader"]  # type: ignore[attr-defined]
             layer.register_parameter(name, empty)
@@ -116,10 +115,8 @@ class PackedExpertsMethod(TakenOver):
             **more: Any,
         ) -> Any:
             name = next(name for name, parameter in layer._parameters.items() if parameter is param)
-            expert, rest = (
-                more.get("expert_id", expert_id[0] if expert_id else None),
-                (weight_name, shard_id, *expert_id),
-            )
+            expert = more.get("expert_id", expert_id[0] if expert_id else None)
+            rest = (weight_name, shard_id, *expert_id)
             place = None if expert is None else layer._map_global_expert_id_to_local_expert_id(expert)
             if place == -1:  # another rank's
                 return theirs(param, loaded_weight, *rest, **more)

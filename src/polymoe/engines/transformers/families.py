@@ -78,7 +78,8 @@ class PackedExperts(nn.Module):
         Raises:
             UnsupportedProblem: for other arguments, or another order.
         """
-        assert self.fused is not None, "PackedExperts called before its weights were loaded"
+        if self.fused is None:
+            raise AssertionError("PackedExperts called before its weights were loaded")
         x_TH, ids_TA, weights_TA = checked_call("PackedExperts", args, others)
         spec = self.fused.problem.spec
         if spec.first_expert:  # Transformers calls each rank with numbers among its own experts, and one more for none
