@@ -393,7 +393,7 @@ def attacks(path: Path) -> str:
         f"{run['mutated_checkpoints']:,} changed checkpoints, {run['cases']:,} cases, "
         f"{run['failures']} failures, at most {run['slowest_s']:.1f} s"
     )
-    text = f"{markdown(['', *verdicts], rows)}\n`{run['command']}`: {counts}. {_versions(run)}.\n"
+    text = f"{markdown(['', *verdicts], rows)}\n{_command(run)}: {counts}. {_versions(run)}.\n"
     return text + "".join(map(_attacked_server, [run for run in runs if "server" in run][-1:]))
 
 
@@ -412,8 +412,11 @@ def _attacked_server(run: dict[str, Any]) -> str:
         ["end after SIGTERM, s", f"{run['stopped_s'] - run['stop_waited_s']:.1f}"],
     ]  # fmt: skip
     head = [f"{len(run['server'])} attacks, {run['clients']} clients, {run['seconds']:g} s", ""]
-    beside = f", beside {run['beside']}" if "beside" in run else ""
-    return f"\n{markdown(head, rows)}\n`{run['command']}`{beside}: {_versions(run)}.\n"
+    return f"\n{markdown(head, rows)}\n{_command(run)}: {_versions(run)}.\n"
+
+
+def _command(run: dict[str, Any]) -> str:
+    return f"`{run['command']}`" + (f", beside {run['beside']}" if "beside" in run else "")
 
 
 def _versions(run: dict[str, Any]) -> str:
