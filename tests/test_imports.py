@@ -132,20 +132,23 @@ def _python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _processor_seconds(code: str) -> float:
-    before = os.times()
-    _python(code)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+def _least_processor_seconds(code: str) -> float:
+    """The least of three, since caches shared with other programs make a process slower, never faster."""
+
+    def seconds() -> float:
+        before = os.times()
+        _python(code)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    return min(seconds() for _ in range(3))
 
 
 def test_importing_polymoe_is_light() -> None:
     heavy = ("torch", "triton", "transformers", "numpy", "rich", "typer", "safetensors")
     code = f"import sys, polymoe; print([m for m in {heavy!r} if m in sys.modules])"
     assert _python(code) == "[]"
-    # Processor time, which other programs on this machine hardly change, and the least of three all the less.
-    seconds = {code: min(_processor_seconds(code) for _ in range(3)) for code in ("import polymoe", "pass")}
-    assert seconds["import polymoe"] - seconds["pass"] < 0.15
+    assert _least_processor_seconds("import polymoe") < _least_processor_seconds("pass") + 0.15
 
 
 def test_explain_and_models_answer_from_sizes_without_loading_torch(tmp_path: Path) -> None:
@@ -161,8 +164,9 @@ def test_explain_and_models_answer_from_sizes_without_loading_torch(tmp_path: Pa
         done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=env)
         assert done.stdout
         assert done.stderr.splitlines()[-1] == "[]"
-    # About 1 s, up to 1.2 beside other programs, which share caches; torch alone takes 2.3 more.
-    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(2)) < 1.6
+    # 0.8 s beside torch's 2.9 on an idle processor. Other programs stretch both.
+    whole = code.format(", ".join(map(repr, explain)))
+    assert _least_processor_seconds(whole) < 0.6 * _least_processor_seconds("import torch")
 
 
 def test_the_first_use_of_a_postponed_torch_loads_it() -> None:

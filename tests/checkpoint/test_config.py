@@ -462,11 +462,11 @@ def test_a_map_of_many_modules_is_searched_at_once() -> None:
     layers = {name: {"quant_algo": "FP8"} for name in names}
     section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     quantization = parse_quantization(qwen(section))
-    start = time.perf_counter()
+    start = time.process_time()
     for i in range(100, 300):
         assert quantization.scheme(f"model.layers.{i}.mlp.experts.gate_up_proj").dialect == "plain"
     assert quantization.scheme("model.layers.99.mlp.experts.gate_up_proj").dialect == "modelopt_fp8"
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 def test_an_error_says_where_it_looked() -> None:

@@ -64,17 +64,17 @@ HANGING = [
 @pytest.mark.parametrize("pattern", HANGING)
 def test_regular_expressions_that_hang_python_are_matched_at_once(pattern: str) -> None:
     (matches,) = compile_regexes([pattern], "a list")
-    start = time.perf_counter()
+    start = time.process_time()
     assert not matches("a" * (LONGEST_NAME - 1) + "!")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_the_largest_regular_expressions_are_matched_in_a_moment() -> None:
     """As much work as the limits allow: text and expression of full length, with states that RE2 cannot keep."""
     matches = compile_regexes(["(?:(?:a|b)?){0,700}(?:(?:[ab])?){0,700}c"] * 2, "a list")
-    start = time.perf_counter()
+    start = time.process_time()
     assert not any(fits("ab" * (LONGEST_NAME // 2)) for fits in matches)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_names_in_lists_match_as_one_regular_expression_over_them() -> None:
 
 def test_long_lists_are_matched_at_once() -> None:
     stars = ["*a" * 7 + "b*c"] * 200
-    start = time.perf_counter()
+    start = time.process_time()
     assert not matcher(stars, "a list")("model." + "a" * (LONGEST_NAME - 6))
     assert not matcher([f"model.layers.{i}.mlp" for i in range(100_000)], "a list")("model.a.b.c.d.e.f.g.h.i.j")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

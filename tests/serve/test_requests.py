@@ -90,7 +90,11 @@ def test_the_field_at_fault_is_named(server: Running) -> None:
         assert (error["param"], error["code"]) == (field, code)
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]", b"[" * 10_000, b"\xff\xfe"], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nonsense", b"[1]", b"[" * 10_000, b"\xff\xfe"],
+    ids=["empty", "nonsense", "list", "nested", "not UTF-8"],
+)
 def test_a_body_that_is_no_json_object_is_refused(server: Running, content: bytes) -> None:
     reply = server.post("/v1/completions", content)
     assert reply.status == 400
