@@ -15,7 +15,8 @@ from polymoe.machine import DEVICES, Machine
 W8A8_F16 = tuple(spec.W8A8_F16.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 H100 = Machine(DEVICES["h100"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig(family.name, rows) for family in (spec.W8A8, spec.W8A8_SHARED) for rows in family.tiles]
+COARSE = (spec.W8A8_SHARED_N128, spec.W8A8, spec.W8A8_SHARED)
+EVERY = [CudaConfig(family.name, rows) for family in COARSE for rows in family.tiles]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 
 
@@ -37,6 +38,31 @@ class TestConfigure:
         assert Cuda().configure(DEEPSEEK, H200, 16384) == CudaConfig("w8a8", 160)
         wide = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=512))
         assert [Cuda().configure(wide, H100, tokens).family for tokens in (1900, 2000)] == ["w8a8", "w8a8_shared"]
+
+    @pytest.mark.parametrize(
+        ("case", "expected"),
+        {
+            "deepseek-v3-ep320": {
+                8: "w8a8_mma, block_m 8", 16: "w8a8_shared_n128, block_m 64", 128: "w8a8_shared_n128, block_m 64",
+                256: "w8a8_shared, block_m 64", 512: "w8a8_shared, block_m 64", 1024: "w8a8_shared, block_m 128",
+            },
+            "deepseek-v3-ep72": {
+                16: "w8a8_mma, block_m 8", 32: "w8a8_f16, block_m 32", 256: "w8a8_shared, block_m 64",
+                512: "w8a8_shared, block_m 128", 4096: "w8a8_shared, block_m 128",
+            },
+            "deepseek-v3-ep32": {
+                4: "w8a8_mma, block_m 8", 32: "w8a8_f16, block_m 32", 512: "w8a8_shared, block_m 64",
+                1024: "w8a8_shared, block_m 64", 2048: "w8a8_shared, block_m 128",
+            },
+            "deepseek-v3-ep8": {1024: "w8a8, block_m 160", 2048: "w8a8_shared, block_m 128"},
+        }.items(),
+    )  # fmt: skip
+    def test_few_experts(self, case: str, expected: dict[int, str]) -> None:
+        """On an H100: where 256 rows of weights give fewer tiles than there are SMs, or a second wave of a few."""
+        problem = CASES[case].problem()
+        assert {tokens: str(Cuda().configure(problem, H100, tokens)) for tokens in expected} == expected
+        others = {Cuda().configure(problem, H200, tokens).family for tokens in expected}
+        assert others <= {"w8a8_mma", "w8a8_f16", "w8a8"}
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
         few = {CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8)}

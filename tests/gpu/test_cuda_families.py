@@ -115,8 +115,8 @@ KERNELS: Mapping[str, Kernels] = {
         same_in_any_batch=[(1024, 512), (320, 192)],
     ),
     "w8a8": Kernels(
-        configs=configs(spec.W8A8, spec.W8A8_SHARED), formats=["fp8_block128"], modes=["fp8_group128"], hidden=384,
-        intermediate=256, sizes=E4M3_SIZES, few=4e-2, many=700, captured=[700],
+        configs=configs(spec.W8A8, spec.W8A8_SHARED, spec.W8A8_SHARED_N128), formats=["fp8_block128"],
+        modes=["fp8_group128"], hidden=384, intermediate=256, sizes=E4M3_SIZES, few=4e-2, many=700, captured=[700],
     ),
     "w8a8_f16": Kernels(
         configs=configs(spec.W8A8_F16), formats=["fp8_block128"], modes=["fp8_group128"], hidden=384,

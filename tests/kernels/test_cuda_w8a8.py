@@ -91,12 +91,11 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, config: CudaConfig)
         runner.run(CallArguments(codes, *routing, again, x_scales=scales), config)
         assert torch.equal(out, again)
         assert relative_error(out, run_experts(problem, weights, x, routing)) < TOLERANCE
-    tiles, gathers = (
-        [config.kernels.kernel(part, config.block_m) for part in (first, "down")]
-        for first in ("gate_up_tiles", "gate_up")
-    )
-    for made, quantize, gemms in ((emulator.made[:5], ["quantize_permuted"], tiles), (emulator.made[5:9], [], gathers)):
-        assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_many_bf16"]
+    kernel, rounding = config.kernels.kernel, ["quantize_permuted"] if config.kernels.rounded_h.step else []
+    down = [*rounding, kernel("down", config.block_m), "finalize_many_bf16"]
+    tiles, gathers = (kernel(part, config.block_m) for part in ("gate_up_tiles", "gate_up"))
+    whole = ["permutation_one_cta", "quantize_permuted", tiles, *down]
+    assert emulator.made[: 2 * len(whole) - 1] == [*whole, "permutation_one_cta", gathers, *down]
 
 
 @emulated
@@ -279,13 +278,17 @@ def test_instructions_of_a_stage(part: str, rows: int) -> None:
     assert widest == rows
 
 
-@pytest.mark.parametrize("rows", spec.W8A8_SHARED.tiles)
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [(f, m) for f in (spec.W8A8_SHARED, spec.W8A8_SHARED_N128) for m in f.tiles],
+    ids=lambda value: getattr(value, "name", value),
+)
 @pytest.mark.parametrize("part", ["gate_up", "gate_up_tiles", "down"])
-def test_instructions_of_a_stage_of_w8a8_shared(part: str, rows: int) -> None:
+def test_instructions_of_a_stage_of_w8a8_shared(part: str, family: spec.KernelFamily, rows: int) -> None:
     """A chain of four wgmma takes the tensor cores 256 cycles, and two warps of a scheduler have chains at a time. Each
     accumulates 64 sums of a chain; scales, barriers and descriptors take less than that."""
     tools = instructions()
-    found = tools.disassembled(spec.W8A8_SHARED.unit(FORMAT), spec.W8A8_SHARED.kernel(part, rows))
+    found = tools.disassembled(family.unit(FORMAT), family.kernel(part, rows))
     most = 0
     for body in tools.loops(found):
         mmas = [text for text in body if "QGMMA.64x128x32" in text]

@@ -127,7 +127,7 @@ KERNELS = {
         intermediate=192, sizes=[(128, 64, 1)], error=0,
     ),
     "w8a8": Kernels(
-        configs=[*configs(spec.W8A8), *configs(spec.W8A8_SHARED)],
+        configs=[*configs(spec.W8A8), *configs(spec.W8A8_SHARED), *configs(spec.W8A8_SHARED_N128)],
         format="fp8_block128", modes=["fp8_group128"], hidden=384, intermediate=256, sizes=E4M3_SIZES,
         sums=[False, True],
     ),

@@ -36,6 +36,9 @@ _MOST_EXPERTS = 1024
 _MOST_FAST_COLUMNS = 4096
 """Most columns that are added up with fast accumulation: so many were measured, and more lose more."""
 
+_MOST_WAVES = 2
+"""Most waves of CTAs of which it is worth filling the last one with smaller tiles."""
+
 _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
 
@@ -134,7 +137,9 @@ class Cuda(BackendBase):
             if limited and not _filled(problem, family, fill):
                 continue
             last_rows = choice.last_rows if family is choices[-1][0] else 0
-            if c.mean_rows <= (last_rows or choice.most_rows) and _holds(problem, c, choice, fill):
+            if c.mean_rows > (last_rows or choice.most_rows) or not _holds(problem, c, choice, fill):
+                continue
+            if not choice.instead_of or _fewer_waves(problem, machine, family, choice, c):
                 return _shorter(problem, machine, family, config, c.uniform_experts)
         last = _chosen_families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
@@ -243,6 +248,19 @@ def _holds(problem: Problem, c: Cost, choice: Choice, fill: float) -> bool:
     """Return whether the call is within the limits of a choice other than those of its mean number of rows."""
     skewed = c.skewed_rows > choice.most_skewed_rows and fill >= choice.skewed_fill
     return not skewed and fill <= choice.most_fill and problem.spec.intermediate <= choice.most_columns
+
+
+def _fewer_waves(problem: Problem, machine: Machine, family: KernelFamily, choice: Choice, c: Cost) -> bool:
+    """Return whether gate and up finish sooner with a choice's tiles than with those that it replaces."""
+
+    def waves(block_m: int) -> int:
+        tiles = c.mean_rows / block_m
+        # Experts differ in their rows: half a work tile more on average.
+        work_tiles = math.ceil(tiles) if problem.spec.local_experts == 1 else max(1.0, tiles + 0.5)
+        return math.ceil(_fill(problem, machine, family, c.uniform_experts * work_tiles))
+
+    most = waves(choice.instead_of)
+    return most <= _MOST_WAVES and choice.cost * waves(choice.block_m) < most
 
 
 def _fill(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: float) -> float:

@@ -93,7 +93,7 @@ struct Destination {
 };
 
 struct QuantizePermutedArgs {
-    const void* x;                            // [tokens, columns]
+    const void* x;                            // [tokens, columns]; or h by permuted row, where top_k is 0
     uint8_t* out;                             // for each work tile, for each 128 columns, a tile; then the rows' scales
     const PermutedRow* expanded_to_permuted;  // [tokens, top_k]
     int columns, top_k;                       // columns: a multiple of 16
@@ -101,23 +101,35 @@ struct QuantizePermutedArgs {
 };
 
 // A scale for each 128 columns, which eight neighbouring lanes have, and permuted tiles; missing columns of the last
-// are zeros. Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
+// are zeros. Grid: tokens, or expanded rows of h, by columns / 4096, 256 threads of 16 columns. A token is rounded once,
+// for all its experts.
 __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
+    const bool of_h = args.top_k == 0;
+    const int copies = of_h ? 1 : args.top_k;
+    int from = token;
+    if (of_h) {
+        launch_dependents();  // down may copy weights: all else that it reads is not there before this kernel ends
+        grid_dependency_wait();
+        from = args.expanded_to_permuted[token].permuted_row;
+        if (from < 0) return;
+    }
     // x was complete before the kernel ahead of this one let it start.
     float x[16] = {};
-    if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
+    if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(from) * args.columns + column, x);
     const float scale = scale_of(max_of_lanes<8>(max_magnitude(x)));
     const uint4 codes = round_e4m3(x, scale, inverse_of(scale));
-    grid_dependency_wait();
-    launch_dependents();
+    if (!of_h) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
     const int blocks = (args.columns + 127) / 128;
-    for (int first = 0; first < args.top_k; first += 32) {  // a lane looks up an expanded row for all
+    for (int first = 0; first < copies; first += 32) {  // a lane looks up an expanded row for all
         PermutedRow place = {-1, 0, 0, 0};
-        if (first + lane < args.top_k) {
-            place = args.expanded_to_permuted[static_cast<long long>(token) * args.top_k + first + lane];
+        if (first + lane < copies) {
+            place = args.expanded_to_permuted[static_cast<long long>(token) * copies + first + lane];
         }
-        const int slots = min(32, args.top_k - first);
+        const int slots = min(32, copies - first);
         for (int slot = 0; slot < slots; ++slot) {
             if (__shfl_sync(0xFFFFFFFFu, place.permuted_row, slot) < 0) continue;
             const int tile_row = __shfl_sync(0xFFFFFFFFu, place.tile_row, slot);

@@ -15,6 +15,7 @@ from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
 from polymoe.kernels.cuda.launch.steps import (
     AS_WRITTEN,
     BY_TOKEN,
+    H_IN_TILES,
     QUANTIZED_ROWS,
     X_IN_TILES,
     GemmInput,
@@ -56,6 +57,9 @@ class Choice:
         skewed_fill: see ``most_skewed_rows``.
         most_fill: most tiles of gate and up for each SM with which these tiles are the fastest.
         most_columns: most columns of the weights of down with which they are.
+        instead_of: ``block_m`` of the family's tiles that these replace where their waves of gate and up take less
+            time; 0 if they replace none.
+        cost: time of one of these tiles relative to one of those.
     """
 
     most_rows: float = float("inf")
@@ -67,6 +71,8 @@ class Choice:
     skewed_fill: float = 0.0
     most_fill: float = float("inf")
     most_columns: float = float("inf")
+    instead_of: int = 0
+    cost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,7 +548,8 @@ _QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a t
 
 # A warp's blocks are 32 rows by 128 columns of weights. Fitted to 1 to 32 tokens of DeepSeek-V3 TP8: the fastest up to
 # 4 (1.05 rows), at 8 (1.11) no longer. K is split between warps. Where w8a8_f16 has tiles of 256 rows for 0.65 of the
-# SMs or more, which is 5.2 tiles of 32 rows for each, it is as fast or faster in five shapes.
+# SMs or more, which is 5.2 tiles of 32 rows for each, it is as fast or faster in five shapes. On an H100 with few
+# experts it is slower up to 4 rows with at most 4 tiles for each SM, and up to 8 rows with one.
 W8A8_MMA = KernelFamily(
     name="w8a8_mma",
     instructions="wgmma",
@@ -559,6 +566,15 @@ W8A8_MMA = KernelFamily(
     h="float32_rows",
     y="float32_rows",
     choices=(Choice(most_rows=1.08, block_m=8),),
+    on={
+        "h100": {
+            "choices": (
+                Choice(most_rows=1.08, block_m=8),
+                Choice(most_rows=4.1, block_m=8, most_fill=4.0),
+                Choice(most_rows=8.0, block_m=8, most_fill=1.0),
+            )
+        }
+    },
     most_fill=5.2,
     rates=Rates(bandwidth=0.87, math=0.45, fixed_us=9.0),
     batch_invariant=False,
@@ -573,6 +589,7 @@ W8A8_MMA_ORDERED = replace(
     name="w8a8_mma_ordered",
     source="w8a8_mma",
     warps=WarpPipeline(ordered=True),
+    on={},
     rates=Rates(bandwidth=0.84, math=0.45, fixed_us=9.0),
     batch_invariant=True,
 )
@@ -599,6 +616,7 @@ W8A8_F16 = replace(
         Choice(most_rows=12.0, block_m=32, last_rows=20.0),
         Choice(most_rows=12.0, block_m=64, last_rows=50.0),
     ),
+    on={},
     most_fill=float("inf"),
     rates=Rates(bandwidth=0.92, math=0.5, fixed_us=14.0),
     batch_invariant=True,
@@ -625,6 +643,8 @@ W8A8 = replace(
     ),
     h="e4m3_tiles",
     choices=(Choice(most_rows=60.0, block_m=160), Choice(most_rows=190.0, block_m=160, most_columns=384)),
+    fills=1.2,
+    otherwise="w8a8_shared",
     rates=Rates(bandwidth=0.96, math=0.45, fixed_us=14.0),
     batch_invariant=False,
     check_tokens=512,
@@ -637,12 +657,16 @@ _X_TILES = quantized_tiles(part="gate_up_tiles")
 # 0.99 to 1.02 times as long with up to 64 rows of uniform routing, and 1.05 to 1.13 of Zipf; 1.12 to 1.33 with 128 and
 # 171. Where the GPU rests between calls, it is 2 % faster at 128 rows, and 10 % with 256 columns of down; from 256 rows
 # on it takes 1.07 to 1.46 times as long. With eight experts a token, tiles of x gain 1 to 9 % where there are 2816 rows
-# of weights, and lose 5 to 12 % with 512.
+# of weights, and lose 5 to 12 % with 512. With 1, 4 and 9 experts of 4096 rows of weights for gate and up, w8a8 takes
+# 1.00 to 1.14 times as long from 14 to 60 rows; with 32 it does not. Tiles of 64 rows take 0.6 of the time of 128.
 W8A8_SHARED = replace(
     W8A8,
     name="w8a8_shared",
     scales="",
-    tiles=_tiles(CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(64,))),
+    tiles=_tiles(
+        CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(64,)),
+        CtaTile(block_m=64, block_n=256, block_k=128, warpgroups=2),
+    ),
     warps=WarpgroupPipeline(
         x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES + _QUEUE_BYTES, static_row_bytes=16
     ),
@@ -651,12 +675,27 @@ W8A8_SHARED = replace(
         replace(QUANTIZED_ROWS, when="few_rows_of_weights"),
         _X_TILES,
     ),
-    gathers={128: 1536},
+    gathers={64: 1536, 128: 1536},
     devices=("h100",),
-    choices=(Choice(block_m=128),),
+    choices=(Choice(block_m=64, instead_of=128, cost=0.6), Choice(block_m=128)),
+    fills=0.0,
+    otherwise="",
     rates=Rates(bandwidth=0.96, math=0.6, fixed_us=14.0),
 )  # fmt: skip
 """The same with both operands of the MMA in shared memory, for more rows per expert."""
+
+# Fitted to 8 to 256 rows of one expert with 4096 rows of weights for gate and up, on an H100.
+W8A8_SHARED_N128 = replace(
+    W8A8_SHARED,
+    name="w8a8_shared_n128",
+    source="w8a8_shared",
+    tiles=_tiles(CtaTile(block_m=64, block_n=128, block_k=128, warpgroups=1)),
+    h="float32_rows",
+    rounded_h=H_IN_TILES,
+    choices=(Choice(most_rows=190.0, block_m=64, most_fill=0.5),),
+    rates=Rates(bandwidth=0.75, math=1.0, fixed_us=17.0),
+)
+"""The same with tiles of half as many rows of weights, where tiles are fewer than SMs."""
 
 
 def _by_channel(family: KernelFamily, rates: Rates, **changes: Any) -> KernelFamily:
@@ -669,6 +708,9 @@ def _by_channel(family: KernelFamily, rates: Rates, **changes: Any) -> KernelFam
         activations=("fp8_token", "fp8_static"),
         scales="kChannel",
         parts=_ALL,
+        fills=0.0,
+        otherwise="",
+        on={},
         most_fill=float("inf"),
         rates=rates,
         gated_only=False,
@@ -705,7 +747,7 @@ KERNEL_FAMILIES: dict[str, KernelFamily] = {
     for family in (
         *(W4A16_MMA_ORDERED, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS, W4A8_ROWS_FAST),
         *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
-        *(W8A8_MMA, W8A8_MMA_ORDERED, W8A8_F16, W8A8, W8A8_SHARED),
+        *(W8A8_MMA, W8A8_MMA_ORDERED, W8A8_SHARED_N128, W8A8_F16, W8A8, W8A8_SHARED),
         *(W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }

@@ -1,5 +1,5 @@
 // The writers of sums whose MMA has rows of x as M and rows of weights as N: h in E4M3 to permuted tiles, which
-// e4m3_tiles.cuh describes, and y in bfloat16 by permuted row.
+// e4m3_tiles.cuh describes, or in float32 by permuted row, and y in bfloat16 by permuted row.
 //
 // Of each 64 rows of x and 128 rows of weights, a lane 4g + t of a warpgroup's warp w has rows 16w + g and 16w + g + 8,
 // of each 8 rows of weights two neighbours, 2t and 2t + 1. Gate and up are interleaved by 8 rows, so that a lane has
@@ -133,6 +133,22 @@ __device__ __forceinline__ void store_h_tiles(const GemmArgs& args, RowSums<BLOC
             if (row < tile.rows) *reinterpret_cast<uint2*>(out + row * 128 + chunk * 16) = codes;
         }
         if (warpgroup == 0 && t == 0 && row < tile.rows) scales[row] = scale_of(most);
+    });
+}
+
+// The activation, and 64 columns of h in float32.
+template <int BLOCK_M>
+__device__ __forceinline__ void store_h_rows(const GemmArgs& args, RowSums<BLOCK_M>& acc, WorkTile tile, int n_block) {
+    activate_row_sums<BLOCK_M>(args, acc, tile, n_block);
+    const int width = width_of<kGateUp>(args), first = first_column<kGateUp>(n_block);
+    for_lane_rows<BLOCK_M>(tile, [&](int m, int i, int row) {
+        if (row >= tile.rows) return;
+        float* out = static_cast<float*>(args.out) + static_cast<long long>(tile.row + row) * width + first;
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const float* h = &acc[m][4 * j + 2 * i];
+            *reinterpret_cast<float2*>(out + lane_column<kGateUp>(j)) = make_float2(h[0], h[1]);
+        }
     });
 }
 

@@ -95,8 +95,13 @@ struct StageCopies {
         for_each_tile(total, next_tile, [&](QueuedTile queued) {
             const WorkTile tile = queued.rows;
             const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
-            const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
+            const uint32_t together = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
             const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
+            uint32_t bytes = together;
+            if constexpr (S::kX < kTileBytes) {  // a part of the 256 rows
+                const uint32_t skipped = queued.n_block % (kTileBytes / kBlockBytes) * kBlockBytes;
+                codes += skipped, bytes = min(static_cast<uint32_t>(S::kX), together - skipped);
+            }
             producer.find(tile, n_tile);
             producer.fetch_scales(tile, 0);
 #pragma unroll 1
@@ -105,7 +110,7 @@ struct StageCopies {
                 pipeline.wait_empty();
                 if (thread == 0 && k_block) queue.announce(pipeline);
                 producer.copy_bulk(tile, codes, bytes, k_block, stage, barrier);
-                codes += bytes;
+                codes += together;
                 producer.copy_rows(tile, k_block, stage, barrier);
                 if (k_block + 1 < k_blocks) producer.fetch_scales(tile, k_block + 1);
                 pipeline.advance();

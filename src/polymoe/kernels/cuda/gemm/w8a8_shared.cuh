@@ -6,6 +6,9 @@
 // per SM walks over the tiles (a work tile by 256 rows of weights, 128 for each of two consumer warpgroups). Producer
 // warps keep a pipeline of weights, x and scales full. A warpgroup accumulates while the other's MMAs run.
 //
+// Where tiles are fewer than SMs, one warpgroup has tiles of 128 rows of weights. No CTA then has all rows that give
+// the 128 columns of h that share a scale: h is written in float32, and rounded by a launch between the GEMMs.
+//
 // Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
 // them. y is by permuted row.
 #pragma once
@@ -25,23 +28,25 @@ using namespace w8;
 constexpr int kMmaRows = 64, kMmaColumns = 128;  // rows of x and of weights
 
 // 128 columns of the tile's weights, of x, and the scales.
-template <int BLOCK_M>
-using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16>;
+template <int WARPGROUPS, int BLOCK_M>
+using Stage = polymoe::Stage<WARPGROUPS * kMmaColumns * kE4m3BlockK, BLOCK_M * 128, BLOCK_M * 4 + 16>;
 
 // All of K for the warpgroup's rows of weights and the work tile's rows, one chain of MMAs of 128 columns for each 64
 // rows after the other.
-template <int BLOCK_M, int PART, bool TILES>
+template <int WARPGROUPS, int BLOCK_M, int PART, bool TILES>
 struct Mainloop {
-    using S = Stage<BLOCK_M>;
+    using S = Stage<WARPGROUPS, BLOCK_M>;
     RowSums<BLOCK_M>& acc;
     Pipeline& pipeline;
     uint32_t weights, row_scales, weight_scales;  // in a stage
 
-    __device__ __forceinline__ Mainloop(RowSums<BLOCK_M>& acc, Pipeline& pipeline) : acc(acc), pipeline(pipeline) {
+    // half: of the 256 rows of weights that lie together.
+    __device__ __forceinline__ Mainloop(RowSums<BLOCK_M>& acc, Pipeline& pipeline, int half)
+        : acc(acc), pipeline(pipeline) {
         const int warp = threadIdx.x / 32, warpgroup = warp / 4, g = threadIdx.x % 32 / 4;
         weights = warp_uniform(warpgroup * kMmaColumns * kE4m3BlockK / 16);
         row_scales = opaque(S::kScales + (warp % 4 * 16 + g) * 4);
-        weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? warpgroup * 4 : 0));
+        weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? half * 4 : 0));
     }
 
     template <int ROWS>
@@ -104,6 +109,7 @@ struct Mainloop {
 
 // As TileTaker, in another order: of each kAtOnce work tiles, those of an expert have the same rows of weights one
 // after the other. At about the same time then, so that the L2 cache has what the first of them reads.
+template <int N_BLOCKS>
 struct ExpertTiles {
     static constexpr int kAtOnce = 8;
     const GemmArgs& args;
@@ -115,7 +121,7 @@ struct ExpertTiles {
         look_up();
     }
 
-    __device__ __forceinline__ int n_block() const { return n_tile * (kTileBytes / kBlockBytes); }
+    __device__ __forceinline__ int n_block() const { return n_tile * N_BLOCKS; }
 
     __device__ __forceinline__ void look_up() {
         if (next >= total) return;
@@ -141,9 +147,8 @@ struct ExpertTiles {
 
 // All that a stage needs, 128 columns of the tiles at a time. Where rows of x are gathered, so are their scales, one by
 // a thread.
-template <int BLOCK_M, int PART, bool TILES>
-struct Producer : StageCopies<Producer<BLOCK_M, PART, TILES>, Stage<BLOCK_M>, kBlock128, BLOCK_M, PART, TILES, TILES> {
-    using S = Stage<BLOCK_M>;
+template <class S, int BLOCK_M, int PART, bool TILES>
+struct Producer : StageCopies<Producer<S, BLOCK_M, PART, TILES>, S, kBlock128, BLOCK_M, PART, TILES, TILES> {
     using Copies = typename Producer::StageCopies;
     using Copies::args, Copies::pipeline, Copies::thread, Copies::scales, Copies::source, Copies::StageCopies;
     static constexpr int kThreads = TILES ? 1 : 128, kArrivals = TILES ? 1 : 1 + kThreads;
@@ -191,16 +196,18 @@ struct Producer : StageCopies<Producer<BLOCK_M, PART, TILES>, Stage<BLOCK_M>, kB
 
 }  // namespace w8a8_shared
 
-// 256 rows of weights by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
+// 128 rows of weights for each warpgroup by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
 // WIDTHS.
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
     using namespace w8a8_shared;
     constexpr bool kTiles = PART == kDown || PART == kGateUpTiles;
     constexpr int kPart = PART == kGateUpTiles ? kGateUp : PART;
-    using Producer = w8a8_shared::Producer<BLOCK_M, kPart, kTiles>;
-    static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
-    static_assert(w8a8_shared::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
+    constexpr int kWarps = WARPGROUPS * 4, kBlocks = WARPGROUPS * N_BLOCKS;  // of 64 rows of weights
+    using S = w8a8_shared::Stage<WARPGROUPS, BLOCK_M>;
+    using Producer = w8a8_shared::Producer<S, BLOCK_M, kPart, kTiles>;
+    static_assert(WARPGROUPS <= kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
+    static_assert(S::kBytes == STAGE_BYTES);
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
     __shared__ float maxima[2][kWarpgroups][BLOCK_M];  // of rows of h, for two alternating tiles
@@ -210,30 +217,34 @@ __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
     if (threadIdx.x == 0) init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32, queue);
     __syncthreads();
     begin_launch<PART>();
-    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;
+    const int n_tiles = (args.n + kBlocks * 64 - 1) / (kBlocks * 64);
+    const int total = warp_uniform(args.tiles->work_tiles) * n_tiles;
 
     if (warp >= kWarps) {
-        reg_dealloc<56>();
+        if constexpr (WARPGROUPS > 1) reg_dealloc<56>();
         pipeline.parity = 1;
         begin_x<PART>();
         Producer producer(args, pipeline, threadIdx.x - kWarps * 32);
-        producer.template run<ExpertTiles>(queue, total, n_tiles);
+        producer.template run<ExpertTiles<kBlocks>>(queue, total, n_tiles);
         return;
     }
-    reg_alloc<224>();
+    if constexpr (WARPGROUPS > 1) reg_alloc<224>();
     pipeline.parity = 0;
     const int warpgroup = warp / 4, n_blocks = args.n / 64;
     float acc[BLOCK_M / kMmaRows][kMmaColumns / 2];
     int buffer = 0;  // of maxima
     queue.consume(pipeline, total, [&](QueuedTile queued) {
         const WorkTile tile = queued.rows;
-        Mainloop<BLOCK_M, kPart, kTiles> mainloop(acc, pipeline);
+        const int half = WARPGROUPS > 1 ? warpgroup : queued.n_block / kNBlocks % 2;
+        Mainloop<WARPGROUPS, BLOCK_M, kPart, kTiles> mainloop(acc, pipeline, half);
         with_narrowest<WIDTHS..., BLOCK_M>(
             tile.rows, [&](auto width) { mainloop.template run<decltype(width)::value>(args.k / kE4m3BlockK); });
         const int n_block = queued.n_block + warpgroup * kNBlocks;
         if (n_block >= n_blocks) return;
         if constexpr (PART == kDown) {
             store_y_rows<BLOCK_M>(args, acc, tile, n_block);
+        } else if constexpr (WARPGROUPS == 1) {
+            store_h_rows<BLOCK_M>(args, acc, tile, n_block);
         } else {
             store_h_tiles<BLOCK_M>(args, acc, tile, n_block, maxima[buffer]);
             buffer ^= 1;
