@@ -47,7 +47,7 @@ class TestConfigure:
                 256: "w8a8_shared, block_m 64", 512: "w8a8_shared, block_m 64", 1024: "w8a8_shared, block_m 128",
             },
             "deepseek-v3-ep72": {
-                16: "w8a8_mma, block_m 8", 32: "w8a8_f16, block_m 32", 256: "w8a8_shared, block_m 64",
+                16: "w8a8_mma, block_m 8", 64: "w8a8_f16, block_m 32", 256: "w8a8_shared, block_m 64",
                 512: "w8a8_shared, block_m 128", 4096: "w8a8_shared, block_m 128",
             },
             "deepseek-v3-ep32": {

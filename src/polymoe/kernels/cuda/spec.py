@@ -548,8 +548,8 @@ _QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a t
 
 # A warp's blocks are 32 rows by 128 columns of weights. Fitted to 1 to 32 tokens of DeepSeek-V3 TP8: the fastest up to
 # 4 (1.05 rows), at 8 (1.11) no longer. K is split between warps. Where w8a8_f16 has tiles of 256 rows for 0.65 of the
-# SMs or more, which is 5.2 tiles of 32 rows for each, it is as fast or faster in five shapes. On an H100 with few
-# experts it is slower up to 4 rows with at most 4 tiles for each SM, and up to 8 rows with one.
+# SMs or more, which is 5.2 tiles of 32 rows for each, it is as fast or faster in five shapes. With fewer it is slower
+# up to 4 rows in six shapes with few experts on an H100, and with one tile for each SM up to 8 rows.
 W8A8_MMA = KernelFamily(
     name="w8a8_mma",
     instructions="wgmma",
@@ -566,15 +566,7 @@ W8A8_MMA = KernelFamily(
     h="float32_rows",
     y="float32_rows",
     choices=(Choice(most_rows=1.08, block_m=8),),
-    on={
-        "h100": {
-            "choices": (
-                Choice(most_rows=1.08, block_m=8),
-                Choice(most_rows=4.1, block_m=8, most_fill=4.0),
-                Choice(most_rows=8.0, block_m=8, most_fill=1.0),
-            )
-        }
-    },
+    on={"h100": {"choices": (Choice(most_rows=4.1, block_m=8), Choice(most_rows=8.0, block_m=8, most_fill=1.0))}},
     most_fill=5.2,
     rates=Rates(bandwidth=0.87, math=0.45, fixed_us=9.0),
     batch_invariant=False,
@@ -597,8 +589,8 @@ W8A8_MMA_ORDERED = replace(
 
 # A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
 # Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and of three other shapes: from 12 rows on, w8a8 is as
-# fast with uniform routing, and 7 % slower to 15 % faster with Zipf. Sums of float16 products are exact enough to be
-# identical in every tile.
+# fast with uniform routing, and 7 % slower to 15 % faster with Zipf. With few experts on an H100 it is 4 to 10 % faster
+# than that at 13 to 16 rows in four shapes. Sums of float16 products are exact enough to be identical in every tile.
 W8A8_F16 = replace(
     W8A8_MMA,
     name="w8a8_f16",
@@ -616,7 +608,15 @@ W8A8_F16 = replace(
         Choice(most_rows=12.0, block_m=32, last_rows=20.0),
         Choice(most_rows=12.0, block_m=64, last_rows=50.0),
     ),
-    on={},
+    on={
+        "h100": {
+            "choices": (
+                Choice(most_rows=12.0, block_m=32, last_rows=20.0),
+                Choice(most_rows=17.0, block_m=32, most_fill=1.0),
+                Choice(most_rows=12.0, block_m=64, last_rows=50.0),
+            )
+        }
+    },
     most_fill=float("inf"),
     rates=Rates(bandwidth=0.92, math=0.5, fixed_us=14.0),
     batch_invariant=True,
@@ -643,6 +643,7 @@ W8A8 = replace(
     ),
     h="e4m3_tiles",
     choices=(Choice(most_rows=60.0, block_m=160), Choice(most_rows=190.0, block_m=160, most_columns=384)),
+    on={},
     fills=1.2,
     otherwise="w8a8_shared",
     rates=Rates(bandwidth=0.96, math=0.45, fixed_us=14.0),
@@ -658,7 +659,7 @@ _X_TILES = quantized_tiles(part="gate_up_tiles")
 # 171. Where the GPU rests between calls, it is 2 % faster at 128 rows, and 10 % with 256 columns of down; from 256 rows
 # on it takes 1.07 to 1.46 times as long. With eight experts a token, tiles of x gain 1 to 9 % where there are 2816 rows
 # of weights, and lose 5 to 12 % with 512. With 1, 4 and 9 experts of 4096 rows of weights for gate and up, w8a8 takes
-# 1.00 to 1.14 times as long from 14 to 60 rows; with 32 it does not. Tiles of 64 rows take 0.6 of the time of 128.
+# 1.00 to 1.14 times as long from 26 to 60 rows; with 32 it does not. Tiles of 64 rows take 0.6 of the time of 128.
 W8A8_SHARED = replace(
     W8A8,
     name="w8a8_shared",
@@ -684,7 +685,7 @@ W8A8_SHARED = replace(
 )  # fmt: skip
 """The same with both operands of the MMA in shared memory, for more rows per expert."""
 
-# Fitted to 8 to 256 rows of one expert with 4096 rows of weights for gate and up, on an H100.
+# Fitted to 8 to 256 rows of one and of two experts with 4096 rows of weights for gate and up, on an H100.
 W8A8_SHARED_N128 = replace(
     W8A8_SHARED,
     name="w8a8_shared_n128",
@@ -692,7 +693,7 @@ W8A8_SHARED_N128 = replace(
     tiles=_tiles(CtaTile(block_m=64, block_n=128, block_k=128, warpgroups=1)),
     h="float32_rows",
     rounded_h=H_IN_TILES,
-    choices=(Choice(most_rows=190.0, block_m=64, most_fill=0.5),),
+    choices=(Choice(most_rows=130.0, block_m=64, most_fill=0.5),),
     rates=Rates(bandwidth=0.75, math=1.0, fixed_us=17.0),
 )
 """The same with tiles of half as many rows of weights, where tiles are fewer than SMs."""
