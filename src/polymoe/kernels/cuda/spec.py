@@ -693,7 +693,10 @@ W8A8_SHARED_N128 = replace(
     tiles=_tiles(CtaTile(block_m=64, block_n=128, block_k=128, warpgroups=1)),
     h="float32_rows",
     rounded_h=H_IN_TILES,
-    choices=(Choice(most_rows=130.0, block_m=64, most_fill=0.5),),
+    choices=(
+        Choice(most_rows=66.0, block_m=64, most_fill=0.5),
+        Choice(most_rows=130.0, block_m=64, most_fill=0.25),
+    ),
     rates=Rates(bandwidth=0.75, math=1.0, fixed_us=17.0),
 )
 """The same with tiles of half as many rows of weights, where tiles are fewer than SMs."""
