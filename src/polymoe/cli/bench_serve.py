@@ -128,11 +128,10 @@ def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
 
     if gpu_ids is not None:
         try:
-            return EnergyMeter.of_indices([int(part) for part in gpu_ids.split(",")])
-        except ValueError as error:
-            if isinstance(error, ArgumentError):
-                raise
+            indices = [int(part) for part in gpu_ids.split(",")]
+        except ValueError:
             raise ArgumentError("--gpu-ids", expected="numbers such as 0,1", got=repr(gpu_ids)) from None
+        return EnergyMeter.of_indices(indices)
     if host not in ("127.0.0.1", "localhost", "::1"):
         return None
     try:

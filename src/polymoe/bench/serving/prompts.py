@@ -43,7 +43,7 @@ class Prompts:
         self._between = ""
         self._each = 1.0
         self._added = 0.0
-        self._fitted: dict[int, tuple[int, int]] = {}
+        self._fitted: dict[int, int] = {}
 
     async def calibrate(self) -> None:
         """Find words of one token each, and the number of added tokens.
@@ -74,8 +74,8 @@ class Prompts:
             )
         _, self._each, self._added, self._words, self._between = min(found)
 
-    async def make(self, tokens: int, number: int) -> tuple[list[str], int]:
-        """Make ``number`` prompts of ``tokens`` tokens, or as close as whole words get, and return their length.
+    async def make(self, tokens: int, number: int) -> list[str]:
+        """Make ``number`` prompts of ``tokens`` tokens, or as close as whole words get.
 
         Raises:
             ArgumentError: if ``tokens`` is less than one word needs.
@@ -83,11 +83,10 @@ class Prompts:
         """
         if tokens not in self._fitted:
             self._fitted[tokens] = await self._fit(tokens)
-        words, counted = self._fitted[tokens]
-        return [self._text(words) for _ in range(number)], counted
+        return [self._text(self._fitted[tokens]) for _ in range(number)]
 
-    async def _fit(self, tokens: int) -> tuple[int, int]:
-        """Return the number of words for ``tokens`` tokens and the true count: a guess, corrected by counting."""
+    async def _fit(self, tokens: int) -> int:
+        """Return the number of words for ``tokens`` tokens: a guess, corrected by counting."""
         words = max(1, round((tokens - self._added) / self._each))
         tried: dict[int, int] = {}
         while words not in tried and len(tried) < 5:
@@ -102,7 +101,7 @@ class Prompts:
             raise ArgumentError(
                 "input_len", expected=f"at least {tried[best]}, the shortest prompt here", got=str(tokens)
             )
-        return best, tried[best]
+        return best
 
     def _text(self, words: int) -> str:
         return self._between.join(self._random.choices(self._words, k=words))

@@ -37,21 +37,18 @@ _BATCH: Sequence[tuple[str, _Cell]] = (
     ("input tok/s", lambda r: _number(r.input_tps)),
     ("output tok/s", lambda r: _number(r.output_tps)),
 )
-_IF_KNOWN: Sequence[tuple[str, str, _Cell]] = (
-    ("input_cost", "input $/1M", lambda r: _number(r.input_cost, 3)),
-    ("output_cost", "output $/1M", lambda r: _number(r.output_cost, 3)),
-    ("cache_hit_rate", "cache hit rate", lambda r: _number(r.cache_hit_rate, 3)),
-    ("tokens_per_joule", "tok/s/W", lambda r: _number(r.tokens_per_joule, 2)),
+_IF_KNOWN: Sequence[tuple[str, _Cell]] = (
+    ("input $/1M", lambda r: _number(r.input_cost, 3)),
+    ("output $/1M", lambda r: _number(r.output_cost, 3)),
+    ("cache hit rate", lambda r: _number(r.cache_hit_rate, 3)),
+    ("tok/s/W", lambda r: _number(r.tokens_per_joule, 2)),
 )
 
 
 def columns(records: Sequence[ServingRecord]) -> list[tuple[str, list[str]]]:
-    """Return the columns, heading and cells; columns without data are left out."""
-    chosen = list(_BATCH)
-    for field, heading, cell in _IF_KNOWN:
-        if any(getattr(r, field) is not None for r in records):
-            chosen.append((heading, cell))
-    return [(heading, [cell(r) for r in records]) for heading, cell in chosen]
+    """Return the columns, heading and cells; columns of ``_IF_KNOWN`` without data are left out."""
+    always, if_known = ([(heading, [cell(r) for r in records]) for heading, cell in of] for of in (_BATCH, _IF_KNOWN))
+    return always + [column for column in if_known if set(column[1]) != {_NONE}]
 
 
 def title(r: ServingRecord) -> str:

@@ -74,13 +74,13 @@ class ServingBench:
 
     async def _warm(self, load: Load) -> None:
         self.say(f"{load}: warming up")
-        prompts, _ = await self.prompts.make(min(load.input_len, _WARM_INPUT), load.batch_size)
+        prompts = await self.prompts.make(min(load.input_len, _WARM_INPUT), load.batch_size)
         output_len = min(load.output_len, _WARM_OUTPUT)
         await _all_results(self.client.ask(self.client.prepare(prompt, output_len)) for prompt in prompts)
 
     async def _row(self, load: Load) -> tuple[list[TimedAnswer], ServingRecord]:
         self.say(f"{load}: making prompts")
-        prompts, _ = await self.prompts.make(load.input_len, load.batch_size)
+        prompts = await self.prompts.make(load.input_len, load.batch_size)
         requests = [self.client.prepare(prompt, load.output_len) for prompt in prompts]
         with _no_collection():
             joules = self.meter.joules() if self.meter else 0.0
