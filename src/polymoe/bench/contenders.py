@@ -15,6 +15,7 @@ from polymoe.backends.base import inputs_of
 from polymoe.bench import baseline
 from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record
+from polymoe.bench.timing import synchronize
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine, host_memory
@@ -144,8 +145,8 @@ def peer_contenders(problem: Problem, names: Sequence[str]) -> list[LayerContend
     for name in dict.fromkeys(names):
         if name not in PEERS:
             raise ArgumentError("peers", got=repr(name), hint=nearest(name, PEERS))
-    for peer in (PEERS[name] for name in dict.fromkeys(names)):
-        version, shown = version_of(peer), f"peer:{peer.name}"
+        peer, shown = PEERS[name], f"peer:{name}"
+        version = version_of(peer)
         taken, reasons = _as_taken(peer, problem)
         if version == "none":
             found.append(BenchRow(shown, None, note=f"not installed (package {peer.package} on PyPI)"))
@@ -183,8 +184,7 @@ def told(error: Exception) -> str:
 def works(device: torch.device) -> bool:
     """Whether the GPU still runs anything: after some errors a process cannot use it."""
     try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
     except RuntimeError:
         return False
     return True

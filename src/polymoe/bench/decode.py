@@ -20,7 +20,7 @@ from torch import Tensor
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.model_records import Failed, ModelRecord
 from polymoe.bench.records import Stamp
-from polymoe.bench.timing import Timing
+from polymoe.bench.timing import Timing, synchronize
 from polymoe.engines.transformers.model_config import context_length
 from polymoe.errors import ArgumentError, PolymoeError, VerificationError
 from polymoe.layer.experts import FusedExperts
@@ -250,10 +250,10 @@ class ModelBench:
         samples = []
         for _ in range(self.repeats + 1):  # the first one warms up
             before()
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             run()
-            _synchronize(device)
+            synchronize(device)
             samples.append(1e6 * (time.perf_counter() - start))
         return Timing.of(samples[1:], "calls")
 
@@ -354,8 +354,3 @@ def _free() -> int:
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from polymoe.common.install_command import packages_of
 from polymoe.errors import ArgumentError
@@ -25,36 +25,31 @@ class EnergyMeter:
 
         if device.type != "cuda":
             raise ArgumentError("energy", expected="a GPU", got=str(device), hint="leave it out")
-        self._open("energy")
-        self._add(self._nvml.nvmlDeviceGetHandleByUUID, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        self._open("energy", "UUID", [f"GPU-{torch.cuda.get_device_properties(device).uuid}"])
 
     @classmethod
     def of_indices(cls, indices: Sequence[int]) -> EnergyMeter:
         """Return a meter of GPUs by their NVML index, as ``nvidia-smi`` numbers them, whatever runs on them."""
         self = cls.__new__(cls)
-        self._open("gpu_ids")
-        for index in indices:
-            self._add(self._nvml.nvmlDeviceGetHandleByIndex, index)
+        self._open("gpu_ids", "Index", indices)
         return self
 
-    def _open(self, argument: str) -> None:
+    def _open(self, argument: str, by: Literal["UUID", "Index"], keys: Sequence[object]) -> None:
         with packages_of("bench", argument):
             import pynvml
         self._nvml: Any = pynvml
-        self._argument = argument
         self._handles: list[Any] = []
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             raise ArgumentError(argument, expected="NVML, which is part of the driver", got=str(error)) from error
-
-    def _add(self, find: Callable[[Any], Any], key: object) -> None:
-        try:
-            self._handles.append(find(key))
-            self.joules()
-        except self._nvml.NVMLError as error:
-            got = f"{key}: {error}"
-            raise ArgumentError(self._argument, expected="a GPU with an energy counter", got=got) from error
+        for key in keys:
+            try:
+                self._handles.append(getattr(pynvml, f"nvmlDeviceGetHandleBy{by}")(key))
+                self.joules()
+            except pynvml.NVMLError as error:
+                got = f"{key}: {error}"
+                raise ArgumentError(argument, expected="a GPU with an energy counter", got=got) from error
 
     def joules(self) -> float:
         """Total energy of all GPUs so far; only differences are meaningful."""

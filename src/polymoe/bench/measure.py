@@ -213,8 +213,12 @@ def draw_calls(problem: Problem, distribution: RoutingDistribution, device: torc
 
 def compared_call(calls: Sequence[Call]) -> Call:
     """Return the first calls that are compared with the reference, as one: as many as eight tokens need."""
-    first = calls[: -(-_COMPARED_TOKENS // len(calls[0][0]))]
-    return torch.cat([x for x, _ in first]), Routing(*map(torch.cat, zip(*(r for _, r in first), strict=True)))
+    return _joined(calls[: -(-_COMPARED_TOKENS // len(calls[0][0]))])
+
+
+def _joined(calls: Sequence[Call]) -> Call:
+    """All calls as one."""
+    return torch.cat([x for x, _ in calls]), Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
 
 
 def reference_results(
@@ -226,10 +230,8 @@ def reference_results(
     """Return the reference's float32 results of all calls with activations in ``mode``; each expert is read once, of
     which ``progress`` is told."""
     problem = replace(workload.problem, activations=mode)
-    x_TH = torch.cat([x for x, _ in calls])
-    routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
     weights = _told_of(workload.weights, progress, "reference")
-    return run_experts(problem, weights, x_TH, routing).split([len(x) for x, _ in calls])
+    return run_experts(problem, weights, *_joined(calls)).split([len(x) for x, _ in calls])
 
 
 def _told_of(weights: ExpertWeights, progress: Callable[[str], None], what: str) -> ExpertWeights:

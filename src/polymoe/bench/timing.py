@@ -41,6 +41,12 @@ class Timing:
         return cls(*map(float, quartiles), by=by)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class TimedCalls:
     """Different calls that are run in order and timed together, as one CUDA graph if ``graph``. The constructor warms
     up: it compiles and allocates. A GPU is torch's current device."""
@@ -54,13 +60,12 @@ class TimedCalls:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for call in calls:
-                    call()
+                self()
             torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                for call in calls:
-                    call()
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                self()
+            self._graph = captured
 
     def __call__(self) -> None:
         if self._graph is not None:
@@ -75,7 +80,7 @@ class TimedCalls:
         A GPU first rests for ``rest_seconds``: after work at its power limit its clocks stay low for a while.
         """
         if self.device.type == "cuda" and rest_seconds:
-            self._wait()
+            synchronize(self.device)
             time.sleep(rest_seconds)
         if self._graph is None:
             return self._time_calls(repeats)
@@ -92,12 +97,12 @@ class TimedCalls:
 
     def _time_calls(self, repeats: int) -> Timing:
         samples: list[float] = []
-        self._wait()
+        synchronize(self.device)
         began = time.perf_counter()
         while len(samples) < _AT_LEAST or (len(samples) < repeats and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
             self.calls[len(samples) % len(self.calls)]()
-            self._wait()
+            synchronize(self.device)
             samples.append(1e6 * (time.perf_counter() - start))
         return Timing.of(samples, "calls")
 
@@ -106,7 +111,7 @@ class TimedCalls:
         began, rounds = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             self()
-            self._wait()
+            synchronize(self.device)
             rounds += 1
         return rounds * len(self.calls)
 
@@ -117,9 +122,5 @@ class TimedCalls:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
         with profile(activities=activities, acc_events=True) as profiler:
             self()
-            self._wait()
+            synchronize(self.device)
         profiler.export_chrome_trace(str(path))
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

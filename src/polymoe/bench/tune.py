@@ -28,7 +28,7 @@ from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, compared_call, draw_calls, reference_results
 from polymoe.bench.records import Stamp, utc_now
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls, distinct_calls
+from polymoe.bench.timing import TimedCalls, distinct_calls, synchronize
 from polymoe.errors import ArgumentError, UnsupportedProblem, VerificationError
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -355,8 +355,7 @@ class Search:
     def _require_gpu(self, config: Config, error: Exception) -> None:
         """Raise if the GPU no longer works: after some errors a process cannot use it."""
         try:
-            if self.tune.device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(self.tune.device)
         except RuntimeError as broken:
             raise VerificationError(
                 f"{self.w.backend.name}, {self.tokens} tokens, {config}",

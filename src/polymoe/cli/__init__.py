@@ -145,13 +145,11 @@ def main() -> None:
         # The reader of our output has closed it, as with `| head`.
         drop_output()
         sys.exit(0)
-    except (MemoryError, RuntimeError) as error:
-        if (said := out_of_memory(error)) is None:
+    except (MemoryError, RuntimeError, OSError) as error:
+        # Neither memory that is exhausted is a bug, nor a missing or unreadable file, or a full disk.
+        said = printable(str(error)) if isinstance(error, OSError) else out_of_memory(error)
+        if said is None:
             raise
         drop_output()
         print(f"error: {said}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
-        drop_output()
-        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)

@@ -45,10 +45,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        if self._lines:
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self._bar.write(text, file=sys.stderr)
+        self._bar.write(text, file=sys.stderr)
 
     def _line(self) -> None:
         now = time.monotonic()
