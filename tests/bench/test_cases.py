@@ -24,12 +24,7 @@ SUMS = "models/sums-gpt-oss-mxfp4"
 FLOORS_64 = {"deepseek-v4-flash": 582.6, "gpt-oss-120b": 320.5, "deepseek-v3-tp8": 267.9, "qwen3-235b-tp4-bf16": 256.8}
 
 
-def test_every_case_of_the_design_poses_a_problem() -> None:
-    assert set(CASES) == {
-        "deepseek-v4-flash", "gpt-oss-120b", "gpt-oss-20b", "deepseek-v3", "deepseek-v3-tp8", "deepseek-v3-ep8",
-        "deepseek-v3-ep32", "deepseek-v3-ep72", "deepseek-v3-ep320",
-        "kimi-k2", "kimi-k2-tp8", "nemotron-3-super", "glm-4.7", "qwen3-235b", "qwen3-235b-tp4-bf16", "mixtral-8x7b",
-    }  # fmt: skip
+def test_every_case_poses_a_problem() -> None:
     for case in CASES.values():
         problem = case.problem()
         fp8 = problem.spec.up.element == "e4m3"
@@ -89,12 +84,6 @@ def test_static_activations_come_with_scales() -> None:
     expert = random_weights(TINY.problem("fp8_tensor", "fp8_static"), CPU).expert(0)
     assert expert.gate_up_input_scale is not None
     assert expert.down_input_scale is not None
-
-
-def test_a_record_of_batch_invariant_results_is_another_case() -> None:
-    workload = Workload.of_case(TINY, CPU).batch_invariant()
-    assert workload.case == "tiny[batch invariant]"
-    assert workload.problem.batch_invariant
 
 
 def test_a_checkpoints_layer() -> None:

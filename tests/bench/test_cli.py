@@ -55,7 +55,6 @@ def test_json_of_a_checkpoints_layer(bench: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--case", "deepseek-v4-flsh"), "did you mean 'deepseek-v4-flash'"),
         ((*SMALL, "--energy"), "expected a GPU, got cpu"),
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
     ],

@@ -162,18 +162,7 @@ def test_an_interruption_keeps_what_is_finished_and_the_next_run_goes_on(file: P
     assert [r.tokens for r in read(file)] == [1, 2, 4, 8]
 
 
-FACTORS = cycle((1.0, 1.004))
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda out: out.mul_(1.02),
-        lambda out: out[-1, -1].fill_(float("nan")),
-        lambda out: out[0].mul_(next(FACTORS)),  # right, but not the same
-    ],
-    ids=["wrong", "nan", "not repeatable"],
-)
+@pytest.mark.parametrize("spoil", [lambda out: out.mul_(1.02), lambda out: out[-1, -1].fill_(float("nan"))])
 def test_a_wrong_candidate_never_wins(file: Path, spoil: Callable[[Tensor], object]) -> None:
     def wrong(knob: int, out: Tensor) -> None:
         if knob == 8:

@@ -44,10 +44,6 @@ class TestWithoutATerminal:
         assert (second["text"], second["ended"], second["tokens"]) == ("-2", "stop", 3)
         assert "cut off after 3 tokens: --max-tokens" in err
 
-    def test_nothing_to_say(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-        typed(monkeypatch, "")
-        assert cli("chat", SUMS, "--device", "cpu")[:2] == (0, "")
-
     def test_a_closed_stdin(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", None)
         assert cli("chat", SUMS, "--device", "cpu")[:2] == (0, "")

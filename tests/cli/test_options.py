@@ -177,12 +177,6 @@ def test_choices_are_those_of_the_tables() -> None:
     assert set(get_args(options.RoleName)) == set(ROLE_TOKENS)
 
 
-def test_errors_are_in_the_words_of_the_command_line(cli: Cli) -> None:
-    code, _, err = cli("run", SUMS, "1", "--device", "cuda:x")
-    assert (code, err.splitlines()[0]) == (2, "error: --device: expected auto, cpu, cuda or cuda:N, got 'cuda:x'")
-    assert "error: --tp: expected 1 to 4096 ranks" in cli("explain", SUMS, "--tp", 10**9)[2]
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [
