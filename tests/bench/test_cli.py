@@ -78,7 +78,6 @@ def test_refusals_come_before_any_timing(
         (),
         ("--case", "kimi-k2", "--checkpoint", SUMS),
         ("--case", "kimi-k2", "--layer", 1),
-        ("--checkpoint", SUMS, "--experts", 4),
         ("--checkpoint", SUMS, "--no-bias"),
         (*SMALL, "--misses", "0"),
         (*SMALL, "--slots", 3, "--peers", "vllm"),

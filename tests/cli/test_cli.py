@@ -79,11 +79,6 @@ class TestExplain:
         assert r"[red] [/bold] \udcff \x1b[2J/config.json: gpt_oss, on cpu" in stdout.read()
         assert capsys.readouterr().err == ""
 
-    def test_a_named_backend(self, cli: Cli) -> None:
-        code, out, _ = cli("explain", SUMS, "--device", "a100", "--backend", "reference")
-        assert code == 0
-        assert re.search(r"1\+ +│ reference", out)
-
     def test_every_range_and_the_whole_model(self, cli: Cli) -> None:
         code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "NVIDIA H200")
         assert code == 0

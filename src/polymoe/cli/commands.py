@@ -134,11 +134,9 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
     >>> in_options("load(device_map=...)", {"device_map": "--device-map"})
     '--device-map'
     """
-    if text in options:
-        return options[text]
     name, colon, rest = text.partition(":")
-    if colon and name in options:
-        return f"{options[name]}:{rest}"
+    if name in options:
+        return f"{options[name]}{colon}{rest}"
     if (call := re.fullmatch(r"\w+\((\w+)=\.\.\.\)", text)) and call[1] in options:
         return options[call[1]]
 
