@@ -11,6 +11,8 @@ import pytest
 
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import ReferenceRunner
+from polymoe.bench import slots
+from polymoe.bench.peers import PEERS
 from polymoe.bench.records import read
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
@@ -85,6 +87,19 @@ def test_refusals_come_before_any_timing(
 )
 def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
     assert bench(*args)[:2] == (2, "")
+
+
+def test_a_token_misses_by_default_at_most_its_experts(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight, as in Mixtral."""
+    asked: list[Any] = []
+    monkeypatch.setattr(slots, "slot_rows", lambda *given: asked.append(given[2]) or iter(()))
+    assert bench("--checkpoint", SUMS, "--device", "cpu", "--slots", 4)[0] == 0
+    assert asked == [(0, 1, 2)]
+
+
+def test_the_help_names_every_peer(bench: Cli) -> None:
+    text = " ".join(bench("kernels", "--help")[1].split())
+    assert [name for name in PEERS if f" {name}," not in text and f" {name}." not in text] == []
 
 
 def test_batch_invariant_results_are_nothing_for_a_cpu(bench: Cli) -> None:

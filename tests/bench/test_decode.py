@@ -278,6 +278,7 @@ def test_why_transformers_does_not_keep_experts_packed(model: str, reason: str) 
         ((SUMS, "--device", "cpu", "--experts", "nvfp4"), 1, "expected experts in 16 bits, got mxfp4"),
         ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
         ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 2, "--prefill-attention: got 'flash_attention_9'"),
+        ((SUMS, *SMALL, "--implementations", "grouped"), 2, "--implementations: got 'grouped'\n  hint: did you mean"),
         ((SUMS, "--device", "cpu", "--prompt-len", 250), 2, "--prompt-len: expected at most 256, the model's context"),
         ((SUMS, "--device", "cpu", "--prefill-len", 257), 2, "--prefill-len: expected at most 256"),
         ((MODELS / "sums-nemotron-h-nvfp4", "--device", "cpu", "--measure", "dequantized"), 1, "--measure packed"),

@@ -44,8 +44,8 @@ class _Calls(Options, heading="What is measured"):
         None, "Time calls with all experts in host memory and so many slots on the GPU; one token by --misses.", min=1
     )
     misses: tuple[int, ...] | None = option(
-        None, "With --slots: experts that a call has to copy, separated by commas. Default: 0,1,2,4.",
-        parse=numbers(0, 999),
+        None, "With --slots: experts that a call has to copy, separated by commas. Default: 0,1,2,4, up to the experts "
+        "of a token.", parse=numbers(0, 999),
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class _Contenders(OnDevice):
     )  # fmt: skip
     peers: tuple[str, ...] | None = option(
         None, "Other libraries to time as well, in the same process and with the same routings, separated by commas: "
-        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack, finegrained.", parse=listed,
+        "humming, vllm, deepgemm, triton_kernels, flashinfer, monomoe, quack, finegrained.", parse=listed,
     )  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
             if calls.slots is None:
                 found = bench.rows(calls.tokens, contenders.backends, progress.update, contenders.peers or ())
             else:
-                found = slot_rows(bench, calls.slots, calls.misses or (0, 1, 2, 4), calls.tokens, progress.update)
+                misses = calls.misses or tuple(m for m in (0, 1, 2, 4) if m <= problem.top_k)
+                found = slot_rows(bench, calls.slots, misses, calls.tokens, progress.update)
             for row in found:
                 rows.append(row)
                 if row.record is not None:

@@ -70,7 +70,7 @@ def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, ou
     from polymoe.bench.model_records import ModelRecord
     from polymoe.bench.records import Stamp
 
-    _check_attention(computing)
+    _check_names(computing)
     machine, where = measured_on(computing.device)
     if computing.graphs and where.type != "cuda":
         raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
@@ -101,11 +101,18 @@ def command(checkpoint: CheckpointName, steps: _Steps, computing: _Computing, ou
         say("floor and share use nominal rates of this device, not measured ones")
 
 
-def _check_attention(computing: _Computing) -> None:
+def _check_names(computing: _Computing) -> None:
+    """Refuse implementations that Transformers does not have, before anything is loaded."""
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
 
-    known = ("eager", *AttentionInterface().valid_keys())
-    for given, name in (("--attention", computing.attention), ("--prefill-attention", computing.prefill_attention)):
+    attention = ("eager", *AttentionInterface().valid_keys())
+    experts = ("eager", *ExpertsInterface().valid_keys())
+    for given, name, known in (
+        ("--attention", computing.attention, attention),
+        ("--prefill-attention", computing.prefill_attention, attention),
+        *(("--implementations", name, experts) for name in computing.implementations),
+    ):
         if name is not None and name not in known:
             raise ArgumentError(given, got=repr(name), hint=nearest(name, known))
 
