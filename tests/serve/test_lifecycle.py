@@ -37,6 +37,11 @@ def test_an_address_that_is_not_ours_is_said(host: str, port: int, tmp_path: Pat
         serve(tmp_path / "no checkpoint", host=host, port=port)
 
 
+def test_another_port_does_not_help_where_the_address_is_not_ours() -> None:
+    with pytest.raises(ArgumentError, match=r"^host: expected an address of this machine, got '192\.0\.2\.1'$"):
+        bind("192.0.2.1", 0)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"grace_s": -1}, {"max_tokens": 0}, {"max_request_bytes": 0}, {"max_concurrent_requests": 0}], ids=str
 )

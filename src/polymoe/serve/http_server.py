@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -129,7 +130,9 @@ def bind(host: str, port: int) -> socket.socket:
         expected = "a name or an address of this machine"
         raise ArgumentError("host", expected=expected, got=f"{host!r}: {error.strerror}") from error
     except (OSError, OverflowError) as error:
-        expected, hint = "an address of this machine that is free to listen on", "port=0 takes any free port"
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            raise ArgumentError("host", expected="an address of this machine", got=repr(host)) from error
+        expected, hint = "a port that is free to listen on", "port=0 takes any free port"
         raise ArgumentError(f"{host}:{port}", expected=expected, got=str(error), hint=hint) from error
 
 
