@@ -643,6 +643,11 @@ def test_in_a_compiled_graph() -> None:
         assert relative_error(compiled(*arguments), 2 * resident(*arguments)) < 1e-6
 
 
+def test_slots_are_a_number() -> None:
+    with pytest.raises(ArgumentError, match=r"slots: expected 2 slots .*, got '4slots'$"):
+        polymoe.load_experts(SUMS, 1, device="cpu", slots="4slots")  # pyright: ignore[reportArgumentType]
+
+
 def test_load_experts() -> None:
     resident = polymoe.load_experts(SUMS, 1, device="cpu")
     offloaded = polymoe.load_experts(SUMS, 1, device="cpu", slots=4)

@@ -74,6 +74,15 @@ def test_spellings(name: str, device: str) -> None:
     assert Machine.of(name).device is DEVICES[device]
 
 
+def test_devices_of_torch_have_the_same_names() -> None:
+    assert Machine.of(torch.device("cpu")).device is DEVICES["cpu"]
+
+
+def test_a_number_is_no_device() -> None:
+    with pytest.raises(ArgumentError, match="device: expected a GPU that polymoe knows, or cpu, got '0'"):
+        Machine.of(0)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_size_in_the_name() -> None:
     found = Machine.of("NVIDIA A100-SXM4-40GB").device
     assert (found.name, found.memory_bytes) == ("a100", 40 * 2**30)

@@ -54,6 +54,7 @@ def test_problems_do_not_change() -> None:
         ({"activations": "fp8_block"}, r"activations: got 'fp8_block'\n  hint: did you mean 'fp8_"),
         ({"top_k": 0}, r"Problem\.top_k: expected at least 1, got 0"),
         ({"tp": 0}, r"Problem\.tp: expected at least 1, got 0"),
+        ({"batch_invariant": "yes"}, r"batch_invariant: expected True or False, got 'yes'"),
         ({"ep": -1}, r"Problem\.ep: expected at least 1, got -1"),
         ({"activation": ReLU2()}, r"Problem\.activation: .*got relu2 with a gate projection"),
         ({"spec": replace(SPEC, gate=None)}, r"Problem\.activation: .*got swiglu\(.*\) with no gate projection"),

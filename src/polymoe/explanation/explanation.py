@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polymoe.backends.base import inputs_of
 from polymoe.checkpoint import Checkpoint
@@ -25,6 +25,9 @@ from polymoe.planning.select import resolve_activations, select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.problem.activation_quantization import ActivationQuantization
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,7 @@ class Explanation:
 def explain(
     path: str | Path | Checkpoint,
     *,
-    device: str | Device | None = None,
+    device: str | torch.device | Device | None = None,
     tp: int | tuple[int, int] = 1,
     ep: int | tuple[int, int] = 1,
     dp: int = 1,

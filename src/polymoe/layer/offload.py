@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from polymoe.common.units import format_bytes
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, UnsupportedProblem, quoted
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.host_store import HostStore, require_host_memory
 from polymoe.layer.load_check import check_layer
@@ -352,12 +352,13 @@ def require_slots(problem: Problem, slots: int, name: str = "slots") -> None:
     """
     experts = problem.spec.local_experts
     least = min(problem.top_k, experts)
-    if not least <= slots < experts:
+    number = isinstance(slots, int)
+    if not (number and least <= slots < experts):
         raise ArgumentError(
             name,
             expected=f"{least} slots (the experts of a token) to {experts - 1} (one less than the layer has)",
-            got=str(slots),
-            hint="without it all experts lie on the GPU, which is faster" if slots >= experts else None,
+            got=quoted(slots),
+            hint="without it all experts lie on the GPU, which is faster" if number and slots >= experts else None,
         )
 
 
@@ -367,9 +368,10 @@ def require_expert_memory(expert_memory: str, expected: str = "32slots, 16GiB or
     Raises:
         ArgumentError: for another text.
     """
-    found = re.fullmatch(r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)", expert_memory)
+    sizes = r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)"
+    found = re.fullmatch(sizes, expert_memory) if isinstance(expert_memory, str) else None
     if found is None:
-        raise ArgumentError("expert_memory", expected=expected, got=repr(expert_memory))
+        raise ArgumentError("expert_memory", expected=expected, got=quoted(expert_memory))
     if found[1]:
         return int(found[1]), 0.0
     return None, float(found[2]) * (2**30 if found[3] == "G" else 2**20)

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from polymoe.common.environment import downloads_allowed
 from polymoe.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "nvidia-cutlass-dsl",
@@ -211,7 +214,7 @@ class Machine:
         return self if self.layer_bytes is None else replace(self, layer_bytes=self.layer_bytes // max(layers, 1))
 
     @classmethod
-    def of(cls, device: str | Device | None = None) -> Machine:
+    def of(cls, device: str | torch.device | Device | None = None) -> Machine:
         """The machine for a device name: "cuda", "cuda:1", "cpu", a GPU's name, an architecture ("sm_90"), or None for
         the GPU of this machine, or else its CPU.
 
@@ -224,6 +227,8 @@ class Machine:
         packages = {name: version for name in PACKAGES if (version := _version(name))}
         if isinstance(device, Device):
             return cls._of(device, packages)
+        if device is not None:
+            device = str(device)  # of torch.device, which has the same names
         if device is not None and not device.startswith("cuda"):
             named = _named("cpu" if device == "cpu:0" else device)
             if named.kind == "cuda":

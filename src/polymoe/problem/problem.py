@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from polymoe.errors import ArgumentError, nearest
+from polymoe.errors import ArgumentError, nearest, quoted
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation
 from polymoe.problem.scale_range import ScaleRange
@@ -54,6 +54,8 @@ class Problem:
         for name in ("top_k", "tp", "ep"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"Problem.{name}", expected="at least 1", got=str(getattr(self, name)))
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentError("batch_invariant", expected="True or False", got=quoted(self.batch_invariant))
         if self.activation.gated != self.spec.gated:
             raise ArgumentError(
                 "Problem.activation",

@@ -71,11 +71,12 @@ def test_slots_of_a_memory() -> None:
         ({"expert_memory": "1slots"}, "expert_memory: expected 2 slots"),
         ({"expert_memory": "1000GiB"}, "less than all experts"),
         ({"expert_memory": "some"}, "32slots"),
+        ({"expert_memory": 32}, "expert_memory: expected auto, 32slots, .*got 32"),
         ({"expert_memory": "auto"}, "a GPU for auto"),
         ({"expert_memory": "auto", "device_map": "auto"}, "32slots or 16GiB"),
     ],
 )
-def test_bad_arguments_are_found_before_anything_is_read(arguments: dict[str, str], message: str) -> None:
+def test_bad_arguments_are_found_before_anything_is_read(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load(SUMS, **arguments)
 

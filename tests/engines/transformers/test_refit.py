@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointError, FormatError, PlanError, UnsupportedProblem
 
 pytest.importorskip("transformers")
 
@@ -182,6 +182,15 @@ def test_half_a_refit_is_named_and_unusable(
         logits(model)
     polymoe.refit(model, tensors_of(trained).items())
     assert torch.equal(logits(model), fresh(trained, "nvfp4"))
+
+
+def test_a_dictionary_instead_of_its_items_changes_nothing(bf16: Path, trained: Path) -> None:
+    """What ``state_dict()`` returns: iterating over it gives names."""
+    model, _ = polymoe.load(bf16, experts="mxfp4", device="cpu")
+    before = logits(model)
+    with pytest.raises(ArgumentError, match=r"tensors: expected pairs of a name and a tensor, got dict\n.*items\(\)"):
+        polymoe.refit(model, tensors_of(trained))  # pyright: ignore[reportArgumentType]
+    assert torch.equal(logits(model), before)
 
 
 def test_a_model_that_accelerate_offloads_is_refused_as_it_is(bf16: Path, trained: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from polymoe.checkpoint.arrangement import Fused
 from polymoe.checkpoint.plain_experts import PlainExperts
 from polymoe.common.units import first_few
 from polymoe.engines.transformers.families import PackedExperts
-from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem, nearest
+from polymoe.errors import ArgumentError, CheckpointError, FormatError, UnsupportedProblem, nearest
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.refit import IncomingExperts
@@ -37,6 +37,7 @@ def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = Fa
         check: compare packed experts with what was quantized, and results of a few with the reference.
 
     Raises:
+        ArgumentError: for a dictionary instead of its items. Nothing is changed then.
         UnsupportedProblem: for a model without packed experts, one that is split among ranks, or with experts in host
             memory; for static scales of inputs, and for formats that polymoe only reads; while another refit of the
             model runs. Nothing is changed then.
@@ -44,6 +45,9 @@ def refit(model: Any, tensors: Iterable[tuple[str, Tensor]], *, check: bool = Fa
         FormatError: for a tensor of another dtype or shape, or with numbers that are not finite.
         PlanError: if scales of the new experts reach further than those that a layer was planned for.
     """
+    if isinstance(tensors, Mapping):
+        expected, hint = "pairs of a name and a tensor", "model.state_dict().items() gives them"
+        raise ArgumentError("tensors", expected=expected, got=type(tensors).__name__, hint=hint)
     layers = _layers(model)
     arriving = {
         name: IncomingExperts(name, module.fused.problem, module.plain.whole, device=module.fused.device)
