@@ -1,4 +1,4 @@
-"""Hooks: names of an engine that polymoe uses, and the check that the installed engine has them as expected.
+"""Hooks: names of an engine that polymoe uses, the check that it has them as expected, and a way to replace methods.
 
 The engines' own tests do not cover these names, and they change without notice. Each adapter has a table of them, which
 is compared with the installed engine before anything is patched or loaded; those of vLLM and SGLang also with the
