@@ -58,7 +58,7 @@ def test_a_process_that_dies_costs_nothing(tmp_path: Path) -> None:
     dying, problem = Written(where="die"), TINY.problem()
     with CompileAhead(1) as compiler:
         compiler.submit(dying, "natural", problem, 1, [Config()])
-        compiler.wait_for_all(60)
+        compiler.wait_for_all(300)  # the process starts at low priority
         compiler.submit(dying, "natural", problem, 2, [Config()])
         start = time.monotonic()
         assert compiler.first_ready(dying, problem, 2, [Config()], 60) == Config()

@@ -159,11 +159,10 @@ class _Printer:
         stream = sys.stderr if part.kind == "reasoning" else sys.stdout
         text = terminal_text(part.text, stream)
         if part.kind == "tool_call":
-            self.end()
             text = f"[calls {text}]\n"
-        if self._open is not stream:
+        if part.kind == "tool_call" or self._open is not stream:
             self.end()
-            text = text.lstrip() if part.kind != "tool_call" else text
+            text = text.lstrip()
         if part.kind == "reasoning" and self._dim and text:
             text = f"\x1b[2m{text}\x1b[0m"
         print(text, end="", file=stream, flush=True)

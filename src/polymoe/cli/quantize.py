@@ -51,9 +51,8 @@ def command(checkpoint: CheckpointName, written: _Written, place: OnDevice, outp
             calibrate=partial(calibrate, texts) if texts else None, begin=_say_readers,
         )  # fmt: skip
     except (OSError, KeyboardInterrupt) as error:
-        if isinstance(error, PolymoeError):  # such as a checkpoint that was not found: there is nothing to continue
-            raise
-        say("not finished; the same command continues with what is complete")
+        if not isinstance(error, PolymoeError):  # as of a checkpoint that was not found: there is nothing to continue
+            say("not finished; the same command continues with what is complete")
         raise
     if output.json:
         print_json(report)
