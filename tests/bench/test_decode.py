@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from transformers.integrations import hub_kernels
+from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers import quantizer_mxfp4
 
 from polymoe.bench import decode
@@ -153,6 +154,25 @@ def test_experts_that_are_quantized_while_loading(cli: Cli, bf16: Path, tmp_path
     assert rows[2]["difference"] < 0.02
     assert f"transformers-packed: {bf16} packed by Transformers" in stderr
     assert f"got {format} while loading" in stderr
+
+
+def test_an_implementation_whose_package_is_missing_is_a_result(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of DeepGEMM's kernels, which Transformers looks for at the first call. The others are measured."""
+
+    def without_kernels(*_: Any) -> Any:
+        raise ImportError("DeepGEMM kernel unavailable")
+
+    monkeypatch.setitem(ExpertsInterface._global_mapping, "deepgemm", without_kernels)
+    args = ("--measure", "packed,dequantized", "--batch-size", 1, "--implementations", "deepgemm,grouped_mm", "--json")
+    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    assert [(r["experts"], r["phase"]) for r in found["records"]] == [
+        (experts, phase) for experts in ("packed", "dequantized") for phase in ("decode", "prefill")
+    ]
+    assert [(f["implementation"], f["phase"]) for f in found["not_measured"]] == [
+        ("deepgemm", "decode"), ("deepgemm", "prefill")
+    ]  # fmt: skip
 
 
 def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,10 @@ class ModelBench:
                             yield self.prefill(model, ran)
                         break
                     except Exception as error:
-                        # Of torch: compilation or memory. Of foreign kernels: anything. Without packed decode steps
-                        # there is nothing to compare the others with.
-                        known = isinstance(error, (RuntimeError, NotImplementedError))
+                        # Of torch: compilation or memory. Of Transformers' experts: a package that is missing. Of
+                        # foreign kernels: anything. Without packed decode steps there is nothing to compare the others
+                        # with.
+                        known = isinstance(error, (RuntimeError, NotImplementedError, ImportError))
                         known |= contender.foreign and not isinstance(error, ArgumentError)
                         if not known or (experts == "packed" and phase == "decode"):
                             raise
@@ -227,7 +228,9 @@ class ModelBench:
             with torch.inference_mode():
                 timing = self._time(lambda: None, lambda: model(ids_BT, use_cache=True, logits_to_keep=1), model.device)
         except (ValueError, ImportError) as error:
-            raise ArgumentError("prefill attention", expected="one that runs the model here", got=str(error)) from error
+            if self.prefill_attention is None:  # decode steps have run with this attention: something else fails
+                raise
+            raise ArgumentError("prefill_attention", expected="one that runs the model here", got=str(error)) from error
         finally:
             model.set_attn_implementation(own)
         return self._record(

@@ -14,6 +14,7 @@ import torch
 from polymoe.errors import CheckpointError, MissingDependency, PolymoeError
 
 _LONGEST = 500  # characters of a cause
+_INSTALL = "install the package that is missing"
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def reading(
     Args:
         where: the file at fault, or the checkpoint.
         expected: what would have been valid.
-        hint: what the user can do.
+        hint: what the user can do about the checkpoint.
         renamed: a path in messages of the library, and what to write instead.
 
     Raises:
@@ -38,7 +39,7 @@ def reading(
     except (PolymoeError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except ImportError as error:
-        raise MissingDependency(where, expected=expected, got=_text(error, *renamed), hint=hint) from error
+        raise MissingDependency(where, expected=expected, got=_text(error, *renamed), hint=_INSTALL) from error
     except BaseException as error:
         # tokenizers' panics are no Exception, like KeyboardInterrupt, which is not ours.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -206,7 +206,8 @@ def test_what_is_not_the_checkpoint_s_fault_stays(error: BaseException) -> None:
 def test_errors_of_polymoe_stay_and_missing_packages_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"^device$"), reading("here", "a tokenizer"):
         raise ArgumentError("device")
-    with pytest.raises(MissingDependency, match="sentencepiece"), reading("here", "a tokenizer"):
+    says = "sentencepiece\n  hint: install the package"  # no file is damaged
+    with pytest.raises(MissingDependency, match=says), reading("here", "a tokenizer", hint="download it again"):
         raise ImportError("no module named sentencepiece")
 
 
