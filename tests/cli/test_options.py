@@ -207,6 +207,17 @@ def test_completion_of_the_module() -> None:
     )
 
 
+@pytest.mark.parametrize("option", ["--show-completion", "--install-completion"])
+def test_a_shell_without_completion_is_refused(
+    option: str, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And nothing is installed for another one, whose start-up file would change."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, err = cli(option, "bsh")
+    assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert f"{option}: got 'bsh'\n  hint: did you mean 'bash'?" in err
+
+
 @pytest.mark.parametrize(("shell", "line"), [("zsh", "#compdef polymoe"), ("fish", "complete --command polymoe")])
 def test_the_shell_whose_completion_is_shown_can_be_named(shell: str, line: str, cli: Cli) -> None:
     code, out, _ = cli("--show-completion", shell)

@@ -19,6 +19,8 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 _COMPLETION = {"--show-completion": show_callback, "--install-completion": install_callback}
 """Typer's own take no shell's name, and find out which one runs; where none does, they need one."""
 
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
 _LONG = 40
 """Choices of more characters stand in the text of the help: beside the option they would not fit into 80 columns."""
 
@@ -78,7 +80,9 @@ class Group(TyperGroup):
         """Insert the default command where no command is named, and take a shell's name after the options of
         completion."""
         first = args[0] if args else None
-        if first in _COMPLETION and args[1:2] and args[1] in ("bash", "zsh", "fish", "powershell", "pwsh"):
+        if first in _COMPLETION and args[1:] and not args[1].startswith("-"):
+            if args[1] not in _SHELLS:  # Typer would take the shell that runs
+                raise ArgumentError(first, got=repr(args[1]), hint=nearest(args[1], _SHELLS))
             _COMPLETION[first](ctx, self.params[0], args[1])
         option_first = first is not None and first.startswith("-") and first not in ctx.help_option_names
         if self.default is not None and option_first:
