@@ -236,7 +236,7 @@ ExpertsFormat = Literal["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128
 
 
 class Output(Options, heading="Output"):
-    json: bool = option(False, "Print one JSON object on stdout.")
+    json: bool = option(False, "Print the result as JSON on stdout.")
 
 
 class OnDevice(Options, heading="Device and backend"):

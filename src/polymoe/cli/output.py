@@ -96,7 +96,7 @@ def speed_line(speed: dict[str, Any]) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print one indented JSON object on stdout."""
+    """Print a value as indented JSON on stdout."""
     print(json.dumps(value, indent=2))
 
 
