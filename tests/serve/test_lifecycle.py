@@ -99,6 +99,13 @@ def test_the_command_line(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (code, "need --continuous-batching" in err) == (2, True)
 
 
+@pytest.mark.parametrize("option", [("--graphs",), ("--cache-memory", 0.5), ("--continuous-batching",)])
+def test_what_only_a_gpu_has_is_refused_before_a_model_is_loaded(cli: Any, tmp_path: Path, option: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = cli("serve", tmp_path, "--device", "cpu", "--port", 0, *option)
+    assert (code, f"{option[0]}: expected a GPU, got a model on the CPU" in err) == (2, True), err
+
+
 def test_the_limit_on_descriptors_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="max_concurrent_requests"):
         serve(tmp_path / "no checkpoint", port=0, max_concurrent_requests=10**9)

@@ -151,6 +151,7 @@ def serve(
 
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
+        _check_gpu(o)
         placed = {} if o.device_map is None else {"device_map": o.device_map}
         model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory", "experts"), **placed)
         set_verbosity_error()  # Transformers warns at requests
@@ -170,6 +171,17 @@ def serve(
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
         with nullcontext() if recorded is None else recorded_routing(model, recorded, required=False):
             return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
+
+
+def _check_gpu(o: ServerOptions) -> None:
+    """Raise ArgumentError for options of continuous batching without a GPU, before a model is loaded for nothing."""
+    asked = [name for name, value in o.of("continuous_batching", "graphs", "cache_memory").items() if value]
+    if asked:
+        import torch
+
+        if o.device == "cpu" or not torch.cuda.is_available():
+            hint = f"serve without {asked[0]}: requests then run one after the other"
+            raise ArgumentError(asked[0], expected="a GPU", got="a model on the CPU", hint=hint)
 
 
 def _check_key(key: str | None) -> None:
