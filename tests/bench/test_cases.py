@@ -49,6 +49,8 @@ def test_overrides_are_in_the_name() -> None:
     assert case.changed(experts=8, top_k=2).name == "gpt-oss-120b[E=8, A=2]"
     with pytest.raises(ArgumentError, match="top_k: expected at most 8, the number of experts, got 9"):
         case.changed(experts=8, top_k=9)
+    with pytest.raises(ArgumentError, match=r"gate of .*H=33.*, mxfp4 matrix: expected an even number of columns"):
+        case.changed(hidden=33).problem()
 
 
 def test_unknown_names() -> None:

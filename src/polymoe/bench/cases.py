@@ -10,7 +10,7 @@ import torch
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.known_models import known_models
-from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
+from polymoe.errors import ArgumentError, CheckpointNotFound, FormatError, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
 from polymoe.problem import Problem
@@ -71,7 +71,7 @@ class Case:
         """The case as a Problem with bfloat16 inputs; format and activations default to the case's own.
 
         Raises:
-            ArgumentError: for an unknown format or activation mode, or sizes that are not positive.
+            ArgumentError: for an unknown format or activation mode, or sizes that are not positive or not the format's.
         """
         name = self.format if format is None else format
         if name not in FORMATS:
@@ -86,6 +86,12 @@ class Case:
             down=encoding,
             bias=self.bias,
         )
+        for projection in spec.encodings:
+            try:
+                encoding.codes_shape(*spec.matrix_shape(projection))
+            except FormatError as error:
+                where = f"{projection} of {self.name}, {error.where}"
+                raise ArgumentError(where, expected=error.expected, got=error.got) from None
         mode = ActivationQuantization.of(activations or default_activations(spec))
         return Problem(spec=spec, activation=self.activation, top_k=self.top_k, activations=mode, tp=self.tp)
 
