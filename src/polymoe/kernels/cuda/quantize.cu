@@ -101,8 +101,8 @@ struct QuantizePermutedArgs {
 };
 
 // A scale for each 128 columns, which eight neighbouring lanes have, and permuted tiles; missing columns of the last
-// are zeros. Grid: tokens, or expanded rows of h, by columns / 4096, 256 threads of 16 columns. A token is rounded once,
-// for all its experts.
+// are zeros. Grid: tokens, or expanded rows of h, by columns / 4096, 256 threads of 16 columns. A token is rounded
+// once, for all its experts.
 __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     const bool of_h = args.top_k == 0;

@@ -196,8 +196,8 @@ struct Producer : StageCopies<Producer<S, BLOCK_M, PART, TILES>, S, kBlock128, B
 
 }  // namespace w8a8_shared
 
-// 128 rows of weights for each warpgroup by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
-// WIDTHS.
+// 128 rows of weights for each warpgroup by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for
+// one of the smaller WIDTHS.
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void w8a8_shared_gemm(const GemmArgs& args) {
     using namespace w8a8_shared;
