@@ -142,7 +142,7 @@ def serve(
         with packages_of("serve", "polymoe serve"):
             from transformers.utils.logging import set_verbosity_error
 
-            from polymoe.engines.transformers import load
+            from polymoe.engines.transformers.loading import load, require_gpu
             from polymoe.engines.transformers.routing_recorder import recorded_routing
             from polymoe.serve.app import ModelServer
             from polymoe.serve.gate import Gate, cors
@@ -151,11 +151,12 @@ def serve(
 
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
-        _check_gpu(o)
+        batching = o.of("continuous_batching", "graphs", "cache_memory")
+        for name in filter(batching.get, batching):  # before a model is loaded for nothing
+            require_gpu(name, o.device, hint=f"serve without {name}: requests then run one after the other")
         placed = {} if o.device_map is None else {"device_map": o.device_map}
         model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory", "experts"), **placed)
         set_verbosity_error()  # Transformers warns at requests
-        batching = o.of("continuous_batching", "graphs", "cache_memory")
         if recorded is not None:
             batching["graphs"] = False
         answers = o.of("max_tokens", "temperature")
@@ -171,17 +172,6 @@ def serve(
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
         with nullcontext() if recorded is None else recorded_routing(model, recorded, required=False):
             return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
-
-
-def _check_gpu(o: ServerOptions) -> None:
-    """Raise ArgumentError for options of continuous batching without a GPU, before a model is loaded for nothing."""
-    asked = [name for name, value in o.of("continuous_batching", "graphs", "cache_memory").items() if value]
-    if asked:
-        import torch
-
-        if o.device == "cpu" or not torch.cuda.is_available():
-            hint = f"serve without {asked[0]}: requests then run one after the other"
-            raise ArgumentError(asked[0], expected="a GPU", got="a model on the CPU", hint=hint)
 
 
 def _check_key(key: str | None) -> None:

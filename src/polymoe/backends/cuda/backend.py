@@ -137,9 +137,8 @@ class Cuda(BackendBase):
             if limited and not _filled(problem, family, fill):
                 continue
             last_rows = choice.last_rows if family is choices[-1][0] else 0
-            if c.mean_rows > (last_rows or choice.most_rows) or not _holds(problem, c, choice, fill):
-                continue
-            if not choice.instead_of or _fewer_waves(problem, machine, family, choice, c):
+            few = c.mean_rows <= (last_rows or choice.most_rows)
+            if few and _holds(problem, c, choice, fill) and _replaces(problem, machine, family, choice, c):
                 return _shorter(problem, machine, family, config, c.uniform_experts)
         last = _chosen_families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
@@ -250,8 +249,10 @@ def _holds(problem: Problem, c: Cost, choice: Choice, fill: float) -> bool:
     return not skewed and fill <= choice.most_fill and problem.spec.intermediate <= choice.most_columns
 
 
-def _fewer_waves(problem: Problem, machine: Machine, family: KernelFamily, choice: Choice, c: Cost) -> bool:
-    """Return whether gate and up finish sooner with a choice's tiles than with those that it replaces."""
+def _replaces(problem: Problem, machine: Machine, family: KernelFamily, choice: Choice, c: Cost) -> bool:
+    """Return whether gate and up finish sooner with a choice's tiles than with those that it replaces, if any."""
+    if not choice.instead_of:
+        return True
 
     def waves(block_m: int) -> int:
         tiles = c.mean_rows / block_m

@@ -13,7 +13,7 @@ import torch
 from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.chat_template import ChatTemplateError
 from polymoe.engines.transformers.decode_graph import require_capturable
-from polymoe.engines.transformers.loading import load
+from polymoe.engines.transformers.loading import load, require_gpu
 from polymoe.engines.transformers.model_config import context_length
 from polymoe.engines.transformers.replies import read_reply
 from polymoe.errors import ArgumentError
@@ -68,8 +68,8 @@ class Generator:
             UnsupportedProblem: for graphs with a backend that cannot be captured.
             PolymoeError: as :func:`polymoe.engines.transformers.load`.
         """
-        if graphs and (device == "cpu" or not torch.cuda.is_available()):
-            raise ArgumentError("graphs", expected="a GPU", got="a model on the CPU", hint="do without graphs")
+        if graphs:
+            require_gpu("graphs", device, hint="do without graphs")
         model, tokenizer = load(path, device=device, **options)
         if graphs:
             require_capturable(model)

@@ -59,6 +59,12 @@ modeling: Any = modeling_utils
 log = getLogger("polymoe")
 
 
+def require_gpu(name: str, device: str, hint: str) -> None:
+    """Raise ArgumentError for the argument ``name`` if :func:`load` would put a model on the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        raise ArgumentError(name, expected="a GPU", got="a model on the CPU", hint=hint)
+
+
 def load(
     path: str | os.PathLike[str],
     *,

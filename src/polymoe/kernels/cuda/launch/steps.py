@@ -122,8 +122,8 @@ def quantized_tiles(**changes: str) -> GemmInput:
     return GemmInput(source="x_rows", buffer="e4m3_tiles", step=step, by_token=False, **changes)
 
 
-H_IN_TILES = GemmInput(
-    source="rounded_h", buffer="e4m3_tiles", by_token=False, part="down", step=Step(
+H_IN_TILES = replace(
+    AS_WRITTEN, source="rounded_h", buffer="e4m3_tiles", step=Step(
         kernel="quantize_permuted", unit="quantize", args=QuantizePermutedArgs, grid=("rows", "intermediate_ctas"),
         threads=256, fields=_fields(
             "expanded_to_permuted", x="h", x_dtype="float32", out="rounded_h", columns="intermediate",
