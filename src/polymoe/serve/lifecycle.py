@@ -142,7 +142,8 @@ def serve(
         with packages_of("serve", "polymoe serve"):
             from transformers.utils.logging import set_verbosity_error
 
-            from polymoe.engines.transformers.loading import load, require_gpu
+            from polymoe.engines.transformers import load
+            from polymoe.engines.transformers.loading import require_gpu
             from polymoe.engines.transformers.routing_recorder import recorded_routing
             from polymoe.serve.app import ModelServer
             from polymoe.serve.gate import Gate, cors
